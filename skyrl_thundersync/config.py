@@ -1,0 +1,105 @@
+"""The typed `thundersync.*` block beside SkyRL's own configuration. Every option says what it is and what it costs."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
+
+OBJECTIVES = ("opd", "grpo")
+SCHEDULES = ("thundersync", "group", "sync")
+
+
+@dataclass
+class LearnerConfig(BaseConfig):
+    """The learner ranks: one process each, the student replicated, optimizer state sharded by DeepSpeed ZeRO."""
+
+    ranks: Optional[int] = None
+    """Learner processes. Default: one per policy GPU (`trainer.placement.policy_num_gpus_per_node` x nodes)."""
+    dtype: str = "bfloat16"
+    """Student parameters and passes: "bfloat16" or "float32". Gradients accumulate and Adam steps in FP32 either way."""
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage, 1 or 2. Stage 3 shards parameters, which makes passes collective: refused."""
+    offload_optimizer: bool = False
+    """Keep Adam's masters and moments in host memory and step there. Frees device memory, slows the suffix."""
+    block_tokens: int = 640
+    """Turns wait for each other until this many new tokens are worth one forward pass."""
+    retain_gib: float = 1.0
+    """Budget in GiB per rank for autograd graphs kept from arrival to sweep. A retained segment is not forwarded twice."""
+    accumulator: str = "fp32"
+    """"fp32", or "exact": fixed-point int64 sums, bit-identical under any order and placement, twice the host memory."""
+    threads: int = 1
+    """CPU threads per rank (passes on CPU only)."""
+
+
+@dataclass
+class TeacherConfig(BaseConfig):
+    """The frozen teacher of OPD. Leaf names as in SkyRL's own OPD proposal where they mean the same."""
+
+    model: Optional[str] = None
+    """Folder or hub name of the teacher. Its tokenizer must map the same ids to the same tokens as the student's."""
+    backend: str = "vllm"
+    """"vllm" (turn-wise prompt log-probs served from the prefix cache) or "transformers" (persistent K/V)."""
+    replicas: int = 1
+    """Teacher processes; a trajectory stays with the one that holds its cache."""
+    dtype: str = "bfloat16"
+    """"bfloat16" or "float32"."""
+    prefix_cache: bool = True
+    """vLLM only. False scores every turn over its whole context again: quadratic in the number of turns."""
+    request_timeout_s: float = 600.0
+    """A scoring request that takes longer counts as failed."""
+    max_retries: int = 3
+    """Tries after the first failure, with exponential backoff; then the run fails and names the request."""
+
+
+@dataclass
+class SandboxConfig(BaseConfig):
+    """Where the agent's commands run."""
+
+    backend: str = "auto"
+    """"docker", "bubblewrap", or "auto": Docker when an engine answers, else bubblewrap, else a refusal."""
+    image: str = "local/bookworm-py:1"
+    """Docker image of tasks that name none."""
+    command_timeout_s: float = 10.0
+    """A command that runs longer is killed with all its children; the agent reads that it was."""
+    output_limit_bytes: int = 4096
+    """Longer output is cut in the middle, head and tail kept."""
+    latency_s: float = 0.0
+    """Added to every tool call, to stand for slow tools in benchmarks."""
+
+
+@dataclass
+class PublishConfig(BaseConfig):
+    """The zero-staleness barrier after each step."""
+
+    probe_tokens: int = 64
+    """Length of the fixed token sequence whose log-probs every replica must reproduce after loading new weights."""
+    tolerance: float = 1e-3
+    """Largest difference allowed between a replica's probe log-probs and the learner's. BF16 serving wants about 0.1."""
+
+
+@dataclass
+class ThunderSyncConfig(BaseConfig):
+    """Everything that is this plugin's own."""
+
+    objective: str = "opd"
+    """"opd": reverse KL to a frozen teacher on sampled tokens, one source a turn. "grpo": group-relative rewards."""
+    schedule: str = "thundersync"
+    """"thundersync": each source as soon as it is ready. "group": when its group's last trajectory closed. "sync": after the
+    last rollout. The update is the same."""
+    device: str = "auto"
+    """"cpu", "cuda", or "auto": CUDA where torch sees a device."""
+    run_dir: Optional[str] = None
+    """Folder for the resolved config, metrics.jsonl, logs and published weights. Default: runs/<trainer.run_name>."""
+    record: bool = False
+    """Keep every logical batch (ids, masks, scores, rewards, arrival order) under `run_dir/record` for exact replay."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+
+
+@dataclass
+class TrainConfig(SkyRLTrainConfig):
+    """SkyRL's configuration with the `thundersync` block."""
+
+    thundersync: ThunderSyncConfig = field(default_factory=ThunderSyncConfig)

@@ -1,0 +1,126 @@
+"""Objective sources and the learner work they become (PAPER.md, "Release semantics").
+
+A *source* is the unit that can be released on its own: one sampled turn. A source is *ready* when every input of its
+objective is fixed: for OPD when the frozen teacher has scored its action tokens, for GRPO when the trajectory closed.
+Everything here is immutable, picklable and holds token ids as plain integers: ids are never decoded and re-encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class TrajectoryId:
+    """One sampled trajectory: `group` is its prompt's id, `sample` its index among the samples of that prompt."""
+
+    group: str
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.group}_{self.sample}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One sampled turn, as the rollout engine answered, before its tool ran.
+
+    The turn's whole context is `prompt_ids` of the trajectory followed by what earlier turns left; only the difference is
+    carried, so a trajectory's sources cost memory and transport linear in its tokens.
+
+    Attributes:
+        trajectory: whose turn this is.
+        turn: 0-based index of the turn in its trajectory.
+        prefix: how many tokens of the previous turn's context + action this turn's context repeats unchanged. Equal to that
+            length when the turn extends the trajectory; smaller when earlier tokens were dropped or compacted. 0 for
+            turn 0.
+        context_ids: the turn's unscored new context: all its context tokens after the first `prefix`. For turn 0 the
+            group's whole prompt.
+        action_ids: the sampled tokens, end-of-sequence token included where it was sampled. May be empty.
+        mask: 1 where the action token is scored, 0 where not (for example an appended, unsampled end token). Same
+            length as `action_ids`; never changes once emitted.
+        sampler_logps: log-probability of each action token as the sampler reported it (same length, natural log).
+        finish_reason: "stop", "length" or "abort", as the engine reported.
+        policy_version: version k of the weights θ_k that sampled every token of this turn.
+    """
+
+    trajectory: TrajectoryId
+    turn: int
+    prefix: int
+    context_ids: tuple[int, ...]
+    action_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    sampler_logps: tuple[float, ...]
+    finish_reason: str
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        if not len(self.action_ids) == len(self.mask) == len(self.sampler_logps):
+            raise ValueError(
+                f"source {self.name}: {len(self.action_ids)} action ids, {len(self.mask)} mask values and "
+                f"{len(self.sampler_logps)} sampler log-probs must be equally many"
+            )
+
+    @property
+    def name(self) -> str:
+        """What error messages call this source."""
+        return f"{self.trajectory}/turn{self.turn}"
+
+    @property
+    def n_scored(self) -> int:
+        return sum(self.mask)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Learner work: add a ready source's tokens to its trajectory (and run them forward when that is worth it).
+
+    `scores` holds log π_T of each action token (same length as `action_ids`; ignored where the mask is 0); None for
+    objectives without a teacher.
+    """
+
+    source: Source
+    scores: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class CloseTrajectory:
+    """Learner work: no turn can follow; sweep the trajectory's segments and leave adjoints on the group's prompt."""
+
+    trajectory: TrajectoryId
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class CloseGroup:
+    """Learner work: no trajectory can follow; combine the group's statistics and sweep its shared prompt."""
+
+    group: str
+
+
+Work = Append | CloseTrajectory | CloseGroup
+
+
+def group_of(work: Work) -> str:
+    """The group whose rank this work belongs to."""
+    if isinstance(work, Append):
+        return work.source.trajectory.group
+    return work.trajectory.group if isinstance(work, CloseTrajectory) else work.group
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """A learner rank's acknowledgement of one work item.
+
+    Attributes:
+        seconds: time the rank was busy with it.
+        n_scored: scored tokens that became part of the gradient with this item (they count towards N_k here, once).
+        sum_kl: Σ (log π_θ − log π_T) over those tokens; 0.0 without a teacher.
+        sum_logp_gap, max_logp_gap: Σ and maximum of |log π_θ(learner) − log π(sampler)| over those tokens.
+    """
+
+    seconds: float
+    n_scored: int = 0
+    sum_kl: float = 0.0
+    sum_logp_gap: float = 0.0
+    max_logp_gap: float = 0.0
