@@ -1,0 +1,73 @@
+"""What appears on the screen: a few lines at the start, one line an update, the evaluation before and after."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    ("update", 6),
+    ("reward", 6),
+    ("KL", 7),
+    ("N_k", 6),
+    ("|g|", 7),
+    ("rollout", 8),
+    ("tail", 6),
+    ("suffix", 6),
+    ("step", 7),
+    ("busy", 5),
+    ("logp gap", 8),
+    ("teacher", 7),
+)
+
+
+class Display:
+    """Progress on `stream_fd`, the terminal's own descriptor: the process's stdout goes to a log file meanwhile."""
+
+    def __init__(self, stream_fd: int) -> None:
+        self._console = Console(file=os.fdopen(os.dup(stream_fd), "w", buffering=1), highlight=False)
+        self._printed_header = False
+
+    def say(self, text: str) -> None:
+        """One line of prose; rich markup allowed."""
+        self._console.print(text)
+
+    def update(self, step: int, total: int, m: dict[str, float]) -> None:
+        """The progress line of one update, from its metrics."""
+        if not self._printed_header:
+            self._console.print(_row([name for name, _ in COLUMNS]), style="bold")
+            self._printed_header = True
+        self._console.print(
+            _row(
+                [
+                    f"{step}/{total}",
+                    f"{m['reward/avg_raw_reward']:.2f}",
+                    f"{m['opd/reverse_kl']:.4f}" if "opd/reverse_kl" in m else "-",
+                    f"{m['thundersync/n_scored']:.0f}",
+                    f"{m['policy/grad_norm']:.3f}" if m["thundersync/stepped"] else "no step",
+                    f"{m['timing/rollout']:.2f}s",
+                    f"{m['timing/tail']:.2f}s",
+                    f"{m['timing/suffix']:.2f}s",
+                    f"{m['timing/update']:.2f}s",
+                    f"{m['thundersync/learner_busy_share']:.0%}",
+                    f"{m['logprob_gap/max']:.0e}",
+                    f"x{m['opd/teacher_tokens_ratio']:.2f}" if "opd/teacher_tokens_ratio" in m else "-",
+                ]
+            )
+        )
+
+    def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """A two-column table."""
+        table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for name, value in rows:
+            table.add_row(name, value)
+        self._console.print(table)
+
+    def error(self, text: str) -> None:
+        self._console.print(text, style="red", markup=False)
+
+
+def _row(cells: list[str]) -> str:
+    return " ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))

@@ -1,0 +1,177 @@
+"""One update of ThunderSyncRL, top to bottom (PAPER.md, Algorithm 1; DESIGN.md §2).
+
+    rollouts run ── each sampled turn ──▶ scored by the frozen teacher ──▶ ready ──▶ learner rank: forward, keep cut state
+                 └─ trajectory closes ──▶ sweep its segments ── group closes ──▶ sweep the shared prompt
+    the last group is swept ──▶ finish: reduce, ÷ N_k, clip, ONE optimizer step ──▶ publish k+1 ──▶ every replica acknowledges
+
+Every forward and backward of update k uses θ_k, and nothing of update k+1 starts before the acknowledgements: the update
+is that of batch-synchronous training. This module knows no host, engine or transport; they come in as small protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from skyrl_thundersync.stream.ledger import Ledger
+from skyrl_thundersync.stream.placement import Placement
+from skyrl_thundersync.stream.queue import ReadyQueue
+from skyrl_thundersync.stream.release import ReleaseGate
+from skyrl_thundersync.stream.sources import (
+    Append,
+    CloseGroup,
+    CloseTrajectory,
+    Source,
+    TrajectoryId,
+    Work,
+    WorkDone,
+)
+
+T = TypeVar("T")
+
+# Work items handed to a rank in one call: enough to hide the call's own cost, few enough to keep ready order lively.
+MOST_PER_CALL = 16
+
+
+class LearnerRank(Protocol):
+    """One learner process, as the update sees it."""
+
+    async def run(self, work: list[Work]) -> list[WorkDone]:
+        """Do `work` in order; one acknowledgement an item. Raises what the rank raised."""
+
+
+class Teacher(Protocol):
+    """The frozen teacher of OPD."""
+
+    async def score(self, source: Source) -> tuple[float, ...]:
+        """log π_T of each action token in its realised context. Called in turn order within a trajectory."""
+
+    async def close(self, trajectory: TrajectoryId) -> None:
+        """No turn can follow: the trajectory's cache may go."""
+
+
+Recorder = Callable[[int, Work], None]
+_NO_MORE_TURNS = object()
+
+
+@dataclass
+class Clock:
+    """Moments of one update, seconds on one monotonic clock."""
+
+    started: float = field(default_factory=time.perf_counter)
+    rollouts_ended: float | None = None
+    drained: float | None = None
+
+    @property
+    def rollout_s(self) -> float:
+        """R_k: from the start to the last rollout's end."""
+        return self.rollouts_ended - self.started
+
+    @property
+    def tail_s(self) -> float:
+        """Learner time after the last rollout, c_n - R_k."""
+        return self.drained - self.rollouts_ended
+
+
+class Update:
+    """Update k, from its first rollout to the last acknowledged piece of gradient work.
+
+    Args:
+        version: k, the policy version that samples this batch.
+        groups: group id to its number of trajectories: the logical batch B_k.
+        ranks: the learner ranks.
+        teacher: None for objectives without one.
+        schedule: "thundersync", "group" or "sync" (stream/release.py).
+        record: called with (rank, work) in release order, to keep the batch for replay.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        groups: dict[str, int],
+        ranks: list[LearnerRank],
+        teacher: Teacher | None,
+        schedule: str,
+        record: Recorder | None = None,
+    ) -> None:
+        self.ledger = Ledger(version, groups)
+        self.clock = Clock()
+        self.acknowledged: list[WorkDone] = []
+        self.done_before_rollouts_ended = 0
+        self.busy_s = [0.0] * len(ranks)
+        self._ranks, self._teacher, self._record = ranks, teacher, record
+        self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
+        self._placement = Placement(len(ranks))
+        self._queue = ReadyQueue(len(ranks))
+        self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
+        self._rewards: dict[TrajectoryId, float | None] = {}
+
+    async def run(self, rollouts: Awaitable[T]) -> T:
+        """Run the rollouts and, beside them, all gradient work they release. Returns what the rollouts returned.
+
+        When it returns, every registered trajectory and group is closed and every work item acknowledged: the batch may
+        be finished. Any failure, wherever it happens, cancels the rest and is raised here.
+        """
+        async with asyncio.TaskGroup() as lanes:
+            for rank in range(len(self._ranks)):
+                lanes.create_task(self._lane(rank))
+            async with asyncio.TaskGroup() as followers:
+                for trajectory in self.ledger.trajectories:
+                    followers.create_task(self._follow(trajectory))
+                result = await rollouts
+                self.ledger.require_closed()
+                self.clock.rollouts_ended = time.perf_counter()
+                for work in self._gate.rollouts_ended():
+                    self._enqueue(work)
+            self._queue.close()
+        self.clock.drained = time.perf_counter()
+        self.ledger.require_complete()
+        return result
+
+    # Called by the host while the rollouts run, on the same event loop.
+
+    def on_turn(self, source: Source) -> None:
+        """A turn was sampled; its tool has not run yet."""
+        self.ledger.sampled(source)
+        self._turns[source.trajectory].put_nowait(source)
+
+    def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None:
+        """No turn can follow. `host_scored`: the host's own count of scored tokens, checked against the stream's."""
+        self.ledger.closed(trajectory, host_scored)
+        self._rewards[trajectory] = reward
+        self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
+
+    async def _follow(self, trajectory: TrajectoryId) -> None:
+        """Make a trajectory's turns ready one after the other, then its close, then its group's."""
+        while (source := await self._turns[trajectory].get()) is not _NO_MORE_TURNS:
+            scores = await self._teacher.score(source) if self._teacher else None
+            self._ready(Append(source, scores))
+        if self._teacher:
+            await self._teacher.close(trajectory)
+        self._ready(CloseTrajectory(trajectory, self._rewards[trajectory]))
+        if self.ledger.group_swept(trajectory.group):
+            self._ready(CloseGroup(trajectory.group))
+
+    def _ready(self, work: Work) -> None:
+        self.ledger.released(work)
+        for released in self._gate.offer(work):
+            self._enqueue(released)
+
+    def _enqueue(self, work: Work) -> None:
+        rank = self._placement.rank(work)
+        if self._record:
+            self._record(rank, work)
+        self._queue.put(rank, work)
+
+    async def _lane(self, rank: int) -> None:
+        """Keep one learner rank busy as long as it has ready work."""
+        while items := await self._queue.take(rank, MOST_PER_CALL):
+            for work, done in zip(items, await self._ranks[rank].run(items), strict=True):
+                self.ledger.acknowledged(work)
+                self._placement.acknowledged(work)
+                self.acknowledged.append(done)
+                self.busy_s[rank] += done.seconds
+                self.done_before_rollouts_ended += self.clock.rollouts_ended is None

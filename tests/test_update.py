@@ -1,0 +1,147 @@
+"""One update under randomly timed rollouts, teachers and ranks: nothing lost, nothing twice, failures end it."""
+
+import asyncio
+import random
+
+import pytest
+
+from skyrl_thundersync.stream.ledger import LedgerError, work_name
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, WorkDone
+from skyrl_thundersync.trainer import Update
+
+
+class Rank:
+    """A rank that only keeps the order in which work reached it."""
+
+    def __init__(self, rng):
+        self.rng, self.seen = rng, []
+
+    async def run(self, work):
+        await asyncio.sleep(self.rng.random() * 0.002)
+        self.seen += work
+        return [WorkDone(0.001, w.source.n_scored if isinstance(w, Append) else 0) for w in work]
+
+
+class Teacher:
+    def __init__(self, rng, fail_at=None):
+        self.rng, self.fail_at = rng, fail_at
+
+    async def score(self, source):
+        await asyncio.sleep(self.rng.random() * 0.003)
+        if source.name == self.fail_at:
+            raise ConnectionError(f"the teacher died at {source.name}")
+        return tuple(-0.5 for _ in source.action_ids)
+
+    async def close(self, trajectory): ...
+
+
+async def rollouts(update, rng, turns):
+    async def one(trajectory):
+        for turn in range(turns[trajectory]):
+            await asyncio.sleep(rng.random() * 0.003)
+            n = rng.randrange(4)
+            update.on_turn(Source(trajectory, turn, 0, (1,), (2,) * n, (1,) * n, (0.0,) * n, "stop", 7))
+        update.on_trajectory_closed(trajectory, 1.0, None)
+
+    await asyncio.gather(*(one(t) for t in update.ledger.trajectories))
+    return "the host's output"
+
+
+def make(seed, schedule="thundersync", ranks=2, fail_at=None, teacher=True):
+    rng = random.Random(seed)
+    groups = {g: rng.randrange(1, 4) for g in "abcd"}
+    lanes = [Rank(rng) for _ in range(ranks)]
+    update = Update(7, groups, lanes, Teacher(rng, fail_at) if teacher else None, schedule)
+    turns = {t: rng.randrange(1, 5) for t in update.ledger.trajectories}
+    return update, lanes, rng, turns
+
+
+def run(update, rng, turns):
+    return asyncio.run(asyncio.wait_for(update.run(rollouts(update, rng, turns)), 20))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["thundersync", "group", "sync"])
+def test_all_work_reaches_one_rank_once_and_in_order(seed, schedule):
+    update, lanes, rng, turns = make(seed, schedule, ranks=1 + seed % 3, teacher=seed % 2 == 0)
+    assert run(update, rng, turns) == "the host's output"
+    seen = [work_name(w) for lane in lanes for w in lane.seen]
+    assert len(seen) == len(set(seen)) == sum(turns.values()) + len(turns) + 4
+    for lane in lanes:
+        closed = set()
+        for work in lane.seen:
+            if isinstance(work, Append):
+                assert work.source.trajectory not in closed
+                assert work.source.turn == sum(
+                    isinstance(w, Append) and w.source.trajectory == work.source.trajectory
+                    for w in lane.seen[: lane.seen.index(work)]
+                )
+            elif isinstance(work, CloseTrajectory):
+                closed.add(work.trajectory)
+            elif isinstance(work, CloseGroup):
+                assert {TrajectoryId(work.group, i) for i in range(update.ledger.groups[work.group])} <= closed
+    assert sum(done.n_scored for done in update.acknowledged) == update.ledger.n_scored
+    if schedule == "sync":
+        assert update.done_before_rollouts_ended == 0
+
+
+def test_work_runs_while_rollouts_run():
+    update, _, rng, turns = make(1)
+    run(update, rng, turns)
+    assert update.done_before_rollouts_ended > 0
+
+
+def leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def test_a_teacher_that_fails_ends_the_update_with_its_own_error():
+    update, _, rng, turns = make(2, fail_at="b_0/turn0")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(update, rng, turns)
+    assert "the teacher died at b_0/turn0" in str(leaf(caught.value))
+
+
+def test_a_rollout_that_fails_ends_the_update_and_cancels_the_rest():
+    update, _, rng, turns = make(3)
+
+    async def broken():
+        await asyncio.sleep(0.003)
+        raise OSError("the sandbox is gone")
+
+    async def main():
+        await asyncio.wait_for(update.run(broken()), 5)
+        assert len(asyncio.all_tasks()) == 1
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(main())
+    assert "the sandbox is gone" in str(leaf(caught.value))
+
+
+def test_a_rank_that_fails_ends_the_update():
+    update, lanes, rng, turns = make(4)
+
+    async def dies(work):
+        raise RuntimeError("the learner rank died")
+
+    lanes[0].run = dies
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(update, rng, turns)
+    assert "the learner rank died" in str(leaf(caught.value))
+
+
+def test_a_trajectory_that_never_closes_is_named():
+    update, _, rng, turns = make(5, schedule="thundersync", teacher=False)
+
+    async def forgets():
+        for trajectory in update.ledger.trajectories[1:]:
+            update.on_trajectory_closed(trajectory, None, 0)
+
+    async def main():
+        await asyncio.wait_for(update.run(forgets()), 0.5)
+
+    with pytest.raises((LedgerError, BaseExceptionGroup)) as caught:
+        asyncio.run(main())
+    assert "a_0" in str(leaf(caught.value))
