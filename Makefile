@@ -1,0 +1,46 @@
+# make quickstart | test | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
+SHELL := /bin/bash
+VENV ?= .venv
+LOCK ?= cpu
+STAMP := $(VENV)/.installed-$(LOCK)
+
+.PHONY: env quickstart test bench exact lint lock clean
+.DEFAULT_GOAL := quickstart
+
+env: $(STAMP)
+
+$(STAMP): requirements/$(LOCK).txt setup.cfg pyproject.toml scripts/setup_env.sh
+	VENV=$(VENV) scripts/setup_env.sh $(LOCK)
+	@rm -f $(VENV)/.installed-* && touch $@
+
+quickstart: env
+	@scripts/system_deps.sh
+	$(VENV)/bin/skyrl train +plugin=thundersync +config=opd/quickstart
+
+test: env
+	$(VENV)/bin/python -m pytest tests -q
+
+# Same job under three schedules, and the figures that compare them.
+bench: env
+	@scripts/system_deps.sh
+	$(VENV)/bin/python benchmarks/schedules.py
+
+# Streamed gradients and replayed updates against plain PyTorch.
+exact: env
+	@scripts/system_deps.sh
+	$(VENV)/bin/python benchmarks/exact.py
+
+lint: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# Resolve the locks again, keeping every pin that still fits.
+COMPILE = uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes \
+	--custom-compile-command "make lock"
+lock:
+	$(COMPILE) --override requirements/overrides.txt requirements/dev.in -o requirements/cpu.txt
+	$(COMPILE) --override requirements/overrides-gpu.txt requirements/gpu.in -o requirements/gpu.txt
+
+clean:
+	rm -rf $(VENV) .tools build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
