@@ -1,0 +1,179 @@
+"""SkyRL's inference-client interface over rollout replicas in Ray actors (no HTTP, no router).
+
+Unlike SkyRL's remote client every answer also carries the policy version that served it, and the version this client
+reports is the last one that every replica acknowledged, not a counter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn
+
+import ray
+from skyrl.backends.skyrl_train.inference_servers.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+)
+
+from skyrl_thundersync.rollout.engine import LORA_NAME, Sample
+
+
+class LocalEngineClient(InferenceEngineInterface):
+    """Spreads requests over replicas; a session stays with the replica that holds its prefix in its cache.
+
+    Args:
+        replicas: actor handles of `EngineReplica`.
+        tokenizer: the model's HF tokenizer, to decode answers for the environment (never to encode them again).
+        model_name: the name that requests may call the model by, beside `skyrl-lora`.
+    """
+
+    def __init__(self, replicas: Sequence[Any], tokenizer: Any, model_name: str) -> None:
+        if not replicas:
+            raise ValueError("a rollout client needs at least one replica")
+        self.replicas = list(replicas)
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._home: dict[Hashable, int] = {}
+        self._running = [0] * len(self.replicas)
+        self._version = 0
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def weight_version(self) -> int:
+        """The last policy version that every replica acknowledged."""
+        return self._version
+
+    async def ready(self) -> list[dict[str, Any]]:
+        """Waits for every replica; what each says of itself (name, context limit, vocabulary size)."""
+        return list(await asyncio.gather(*(replica.ready.remote() for replica in self.replicas)))
+
+    async def generate(self, input_batch: InferenceEngineInput, model: str | None = None) -> InferenceEngineOutput:
+        """One answer per prompt, in order.
+
+        Beside SkyRL's keys the output has `policy_versions`, one int per answer. `response_logprobs` are those of the
+        sampled tokens, of the raw distribution; None unless the sampling parameters ask for log-probs, as in SkyRL.
+        A `seed` in the sampling parameters goes to every prompt of the batch.
+
+        Raises:
+            ValueError: no token ids, no sampling parameters, n > 1, or an unknown model name.
+            RefusedRequestError, PublishingError, EngineFailedError: from the replica.
+        """
+        prompts = input_batch.get("prompt_token_ids")
+        sampling = input_batch.get("sampling_params")
+        if prompts is None:
+            raise ValueError(
+                "the rollout engine takes prompt_token_ids, not prompts: token ids are never encoded again"
+            )
+        if sampling is None:
+            raise ValueError("generate needs sampling_params; vLLM's own defaults stop after 16 tokens")
+        if sampling.get("n", 1) != 1:
+            raise ValueError("n > 1 in the sampling parameters; set generator.n_samples_per_prompt instead")
+        if model not in (None, self._model_name, LORA_NAME):
+            raise ValueError(f"unknown model {model!r}; this engine serves {self._model_name!r}")
+        sessions = input_batch.get("session_ids") or [None] * len(prompts)
+        if len(sessions) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(sessions)} session ids")
+        salt = input_batch.get("cache_salt")
+        samples = await asyncio.gather(
+            *(self._sample(s, list(p), dict(sampling), salt) for s, p in zip(sessions, prompts, strict=True))
+        )
+        ids = [sample.ids for sample in samples]
+        return {  # type: ignore[typeddict-unknown-key]
+            "responses": [self._tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+            "response_ids": ids,
+            "stop_reasons": [sample.finish_reason for sample in samples],
+            "response_logprobs": None if sampling.get("logprobs") is None else [sample.logps for sample in samples],
+            "policy_versions": [sample.policy_version for sample in samples],
+        }
+
+    async def _sample(self, session: Hashable, prompt: list[int], sampling: dict[str, Any], salt: str | None) -> Sample:
+        index = self._place(session)
+        self._running[index] += 1
+        try:
+            sample = await self.replicas[index].generate.remote(str(session), prompt, sampling, salt)
+        finally:
+            self._running[index] -= 1
+        if sample.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"session {session}: vLLM ended the answer with {sample.finish_reason!r}")
+        return sample
+
+    def _place(self, session: Hashable) -> int:
+        """The session's replica; for a new one that with the fewest sessions (then requests)."""
+        if session in self._home:
+            return self._home[session]
+        held = [0] * len(self.replicas)
+        for index in self._home.values():
+            held[index] += 1
+        best = min(range(len(self.replicas)), key=lambda i: (held[i], self._running[i]))
+        if session is not None:
+            self._home[session] = best
+        return best
+
+    async def finish_session(self, session_id: Hashable) -> None:
+        """The trajectory is over: its place counts no more."""
+        self._home.pop(session_id, None)
+
+    async def load_weights(self, path: str, version: int, probe_ids: list[int]) -> list[dict[str, Any]]:
+        """Every replica loads `path` as `version`, all at once; what each answers (see `EngineReplica.publish`)."""
+        return list(
+            await asyncio.gather(*(replica.publish.remote(path, version, probe_ids) for replica in self.replicas))
+        )
+
+    def acknowledged(self, version: int) -> None:
+        """Called by `rollout.publish` once every replica has proved that it serves `version`."""
+        self._version = version
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(replica.stats.remote() for replica in self.replicas)))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> list[bool]:
+        if reset_running_requests:
+            raise ValueError("the rollout engine never preempts requests: reset the cache when none runs")
+        return list(await asyncio.gather(*(replica.reset_prefix_cache.remote() for replica in self.replicas)))
+
+    async def teardown(self) -> None:
+        """Kill the replicas. Requests still running fail."""
+        for replica in self.replicas:
+            ray.kill(replica)
+
+    async def get_world_size(self) -> tuple[int, int]:
+        return len(self.replicas), 1
+
+    # Replicas share no device with the learner and weights are published at an empty barrier: nothing to free or pause.
+    async def sleep(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def wake_up(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def pause_generation(self) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    def get_endpoint_url(self) -> str:
+        self._refuse("an HTTP endpoint")
+
+    async def chat_completion(self, request_payload: dict[str, Any]) -> dict[str, Any]:
+        self._refuse("chat_completion")
+
+    async def render_chat_completion(self, request_payload: dict[str, Any]) -> dict[str, Any]:
+        self._refuse("render_chat_completion")
+
+    async def completion(self, request_payload: dict[str, Any]) -> dict[str, Any]:
+        self._refuse("completion")
+
+    async def update_named_weights(self, request: Any) -> None:
+        self._refuse("update_named_weights (weights are published by skyrl_thundersync.rollout.publish)")
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:
+        self._refuse("load_lora_adapter (adapters are published by skyrl_thundersync.rollout.publish)")
+
+    @staticmethod
+    def _refuse(what: str) -> NoReturn:
+        raise NotImplementedError(f"the in-process rollout engine takes and gives token ids only: it has no {what}")
