@@ -1,11 +1,11 @@
 """One update of ThunderSyncRL, top to bottom (PAPER.md, Algorithm 1; DESIGN.md §2).
 
-    rollouts run ── each sampled turn ──▶ scored by the frozen teacher ──▶ ready ──▶ learner rank: forward, keep cut state
-                 └─ trajectory closes ──▶ sweep its segments ── group closes ──▶ sweep the shared prompt
-    the last group is swept ──▶ finish: reduce, ÷ N_k, clip, ONE optimizer step ──▶ publish k+1 ──▶ every replica acknowledges
+    rollouts run ── each sampled turn ─▶ scored by the frozen teacher ─▶ ready ─▶ learner rank: forward, keep cut state
+                 └─ trajectory closes ─▶ sweep its segments ── group closes ─▶ sweep the shared prompt
+    the last group is swept ─▶ finish: reduce, ÷ N_k, clip, ONE optimizer step ─▶ publish k+1 ─▶ all replicas acknowledge
 
-Every forward and backward of update k uses θ_k, and nothing of update k+1 starts before the acknowledgements: the update
-is that of batch-synchronous training. This module knows no host, engine or transport; they come in as small protocols.
+Every forward and backward of update k uses θ_k, and nothing of update k+1 starts before the acknowledgements: the
+update is that of batch-synchronous training. This module knows no host, engine or transport; they come in as small protocols.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The per-turn hook: turns what the rollout engine just sampled into sources, before any tool runs.
+"""The per-turn hook: turns what the rollout engine just sampled into sources, before a tool runs.
 
-It wraps SkyRL's inference client. `generate` sees the prompt ids, the sampled ids and the session of every turn, which
-is all a source needs; nothing is decoded, nothing upstream is patched. Off unless `armed`, so evaluation passes through.
+It wraps SkyRL's inference client. `generate` sees the prompt ids, the sampled ids and the session of each turn: all
+that a source needs; nothing is decoded, nothing upstream is patched. Off unless `armed`: evaluation passes through.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,12 +17,14 @@ class TurnHook:
     """An inference client that reports each sampled turn to `sink` while armed.
 
     Args:
-        client: SkyRL's client (rollout/client.py without GPUs, SkyRL's own with them). Every other attribute is its own.
+        client: SkyRL's client (rollout/client.py without GPUs, SkyRL's own with them). Other attributes are its own.
         served_version: the policy version the client serves, for clients that do not report one per answer.
+        seed: makes every turn's sampling repeatable: its own seed follows from this one, the policy version, the session
+            and the turn, whatever order the requests arrive in.
     """
 
-    def __init__(self, client, served_version: Callable[[], int]) -> None:
-        self.client = client
+    def __init__(self, client, served_version: Callable[[], int], seed: int) -> None:
+        self.client, self._seed = client, seed
         self._served_version = served_version
         self._sink: Callable[[Source], None] | None = None
         self._trajectory_of: dict[str, TrajectoryId] = {}
@@ -49,11 +52,11 @@ class TurnHook:
         Raises:
             RuntimeError: a request of an unknown session, or an answer without the sampler's log-probs.
         """
-        # The host may append to the lists it passed and to those it gets back, so sources take copies.
-        prompts = [tuple(ids) for ids in input_batch["prompt_token_ids"]] if self._sink else []
-        output = await self.client.generate(input_batch, model=model)
+        # The host may append to the lists it passed and to those it gets back: sources take copies.
         if self._sink is None:
-            return output
+            return await self.client.generate(input_batch, model=model)
+        prompts = [tuple(ids) for ids in input_batch["prompt_token_ids"]]
+        output = await self.client.generate(self._seeded(input_batch), model=model)
         if output.get("response_logprobs") is None:
             raise RuntimeError(
                 "the rollout engine returned no log-probs of the sampled tokens; set generator.sampling_params.logprobs=1"
@@ -71,6 +74,15 @@ class TurnHook:
                 versions[i],
             )
         return output
+
+    def _seeded(self, input_batch: dict) -> dict:
+        sessions = input_batch["session_ids"]
+        if len(sessions) != 1:
+            raise RuntimeError(f"one request a turn is expected, got {len(sessions)}; set generator.batched=false")
+        turn = self._turns.get(self._trajectory_of.get(sessions[0]), 0)
+        key = f"{self._seed}/{self._served_version()}/{sessions[0]}/{turn}".encode()
+        seed = int.from_bytes(hashlib.blake2s(key, digest_size=4).digest())
+        return {**input_batch, "sampling_params": {**(input_batch.get("sampling_params") or {}), "seed": seed}}
 
     def _report(
         self,

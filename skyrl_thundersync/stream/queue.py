@@ -1,7 +1,7 @@
 """The ready queues, one a rank: work-conserving, in ready order.
 
-Ready order keeps what must stay in order: a trajectory's turns become ready in turn order and its close after them, and a
-group's work stays on one rank.
+Ready order keeps what must stay in order: a trajectory's turns become ready in turn order and its close after them,
+and a group's work stays on one rank.
 """
 
 from __future__ import annotations

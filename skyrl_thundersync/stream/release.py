@@ -1,8 +1,8 @@
 """When ready work may enter a queue: the three schedules that PAPER.md compares, as one gate.
 
-`thundersync` lets work through as it becomes ready. `group` holds it until its group's last trajectory closed. `sync` holds it
-until the last rollout ended, then lets the largest groups go first, which balances ranks best. The gate changes when
-work runs, never what it computes.
+`thundersync` lets work through as it becomes ready. `group` holds it until its group's last trajectory closed. `sync`
+holds it until the last rollout ended, then lets the largest groups go first, which balances ranks best. The gate
+changes when work runs, never what it computes.
 """
 
 from __future__ import annotations

@@ -25,15 +25,15 @@ class TrajectoryId:
 class Source:
     """One sampled turn, as the rollout engine answered, before its tool ran.
 
-    The turn's whole context is `prompt_ids` of the trajectory followed by what earlier turns left; only the difference is
-    carried, so a trajectory's sources cost memory and transport linear in its tokens.
+    The turn's context is the trajectory's prompt followed by what earlier turns left; only the difference is carried, so
+    a trajectory's sources cost memory and transport linear in its tokens.
 
     Attributes:
         trajectory: whose turn this is.
         turn: 0-based index of the turn in its trajectory.
-        prefix: how many tokens of the previous turn's context + action this turn's context repeats unchanged. Equal to that
-            length when the turn extends the trajectory; smaller when earlier tokens were dropped or compacted. 0 for
-            turn 0.
+        prefix: how many tokens of the previous turn's context + action this turn's context repeats unchanged. Equal to
+            that length when the turn extends the trajectory; smaller when earlier tokens were dropped or compacted. 0
+            for turn 0.
         context_ids: the turn's unscored new context: all its context tokens after the first `prefix`. For turn 0 the
             group's whole prompt.
         action_ids: the sampled tokens, end-of-sequence token included where it was sampled. May be empty.

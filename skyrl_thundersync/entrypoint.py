@@ -1,0 +1,96 @@
+"""SkyRL's way in: `trainer.override_entrypoint=skyrl_thundersync.entrypoint` makes it call `main()` here.
+
+The train loop runs in this process, so Ctrl-C reaches it, and everything it started is taken down in one place. While it
+runs, this process's own stdout and stderr go to a log file; what a person should see goes through `Display`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from skyrl_thundersync import logs
+from skyrl_thundersync.display import Display
+
+
+def main() -> None:
+    """Train with the configuration on the command line. Exits 0 when done, 130 on Ctrl-C, 1 on any error."""
+    from skyrl_thundersync.presets import build_config
+    from skyrl_thundersync.validate import apply_host_defaults, validate
+
+    cfg = build_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
+    apply_host_defaults(cfg)
+    validate(cfg)
+    raise SystemExit(train(cfg))
+
+
+def train(cfg) -> int:
+    """Run the whole job; returns the exit status. Nothing is left running afterwards."""
+    run_dir = Path(cfg.thundersync.run_dir or f"runs/{cfg.trainer.run_name}").resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    display = Display(sys.__stdout__.fileno())
+    driver_log = run_dir / "logs" / "driver.log"
+    logs.redirect(driver_log)
+    # A scheduler's SIGTERM ends the run the way Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _train(cfg, run_dir, display)
+    except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
+        cause = first_cause(error)
+        traceback.print_exception(error)
+        if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
+            display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
+            return 130
+        display.error(f"{type(cause).__name__}: {cause}")
+        display.error(f"The run ended; nothing of the unfinished update was applied. Whole traceback: {driver_log}")
+        return 1
+    return 0
+
+
+def _train(cfg, run_dir: Path, display: Display) -> None:
+    os.environ.setdefault("TENSORBOARD_DIR", str(run_dir / "tensorboard"))
+    from skyrl.train.config import get_config_as_yaml_str
+
+    from skyrl_thundersync.hosts.cluster import Cluster
+    from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
+    from skyrl_thundersync.metrics import MetricsFile
+    from skyrl_thundersync.rollout import terminal_env
+    from skyrl_thundersync.sandbox.select import open_pool
+
+    (run_dir / "config.yaml").write_text(get_config_as_yaml_str(cfg), encoding="utf-8")
+    ts = cfg.thundersync
+    display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    with open_pool(ts.sandbox, run_id=run_dir.name) as pool, Cluster(cfg, run_dir, display) as cluster:
+        terminal_env.configure(pool, ts.sandbox)
+        terminal_env.register_terminal_env()
+        experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
+        cluster.start()
+        trainer = experiment._setup_trainer()
+        progress = Progress(display, metrics)
+        trainer.add_callback(progress)
+        asyncio.run(trainer.train())
+    metrics.close()
+    rows = [("updates", str(trainer.global_step))]
+    if progress.evaluations:
+        (_, before), (_, after) = progress.evaluations[0], progress.evaluations[-1]
+        rows.append(("held-out success", f"{before:.0%} before, {after:.0%} after"))
+    if cluster.saved is not None:
+        rows.append(("model", str(cluster.saved)))
+    rows.append(("metrics", str(run_dir / "metrics.jsonl")))
+    display.summary("done", rows)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside exception groups: what went wrong, not what was cancelled because of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""SkyRL 0.4.0 as the host: everything here, and only this, knows SkyRL's names.
+
+`RayPPOTrainer.train()` runs unmodified. It calls `generate`, where the update's rollouts and gradient work run side by
+side; its passes over the finished batch have nothing left to do; `train_critic_and_policy` takes the one step; and
+`save_weights_for_sampler` is the barrier at which every replica acknowledges the new weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.train.dataset import PromptDataset
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.base import TRAINING_PHASE_EVAL
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl.train.generators.utils import get_metrics_from_generator_output
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.callbacks import TrainingCallback
+
+from skyrl_thundersync.analysis.record import Recorder
+from skyrl_thundersync.display import Display
+from skyrl_thundersync.hosts.cluster import Cluster
+from skyrl_thundersync.metrics import MetricsFile, step_metrics, update_metrics
+from skyrl_thundersync.rollout.hook import TurnHook
+from skyrl_thundersync.stream.sources import TrajectoryId
+from skyrl_thundersync.trainer import Update
+
+
+class StreamingGenerator(SkyRLGymGenerator):
+    """SkyRL's generator that says when a training trajectory closed, with its reward and its count of scored tokens."""
+
+    on_closed: Callable[[TrajectoryId, float, int], None] | None = None
+
+    async def agent_loop(self, *args, **kwargs):
+        output = await super().agent_loop(*args, **kwargs)
+        # One reward a trajectory: a trajectory without a single response token has no token to carry it.
+        output.reward = float(sum(output.reward))
+        if self.on_closed is not None and kwargs.get("training_phase") != TRAINING_PHASE_EVAL:
+            trajectory = kwargs["trajectory_id"]
+            self.on_closed(
+                TrajectoryId(trajectory.instance_id, trajectory.repetition_id), output.reward, sum(output.loss_mask)
+            )
+        return output
+
+
+class LearnerDispatch:
+    """What `train()` asks of SkyRL's `WorkerDispatch`, answered by the learner ranks and the publish barrier."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.publish_s = 0.0
+        self.on_published: Callable[[float], None] | None = None
+
+    def get_lcm_dp_size(self) -> int:
+        return 1  # a rank may get any number of sources, so no sample is dropped for even shards
+
+    def init_weight_sync_state(self, client) -> None:
+        """Nothing to agree on beforehand: weights travel as files."""
+
+    async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+        """Publish θ of the current version; returns when every replica acknowledged it."""
+        start = time.perf_counter()
+        await self._cluster.publish()
+        self.publish_s = time.perf_counter() - start
+        if self.on_published is not None:
+            self.on_published(self.publish_s)
+
+    def save_hf_model(self, model: str, folder: str, tokenizer) -> None:
+        self._cluster.save_model(Path(folder))
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        return {}
+
+    def finalize_pending_saves(self, model: str) -> None:
+        """Saves are complete when they return."""
+
+
+class ThunderSyncTrainer(RayPPOTrainer):
+    """`RayPPOTrainer` whose gradient work overlaps its rollouts."""
+
+    def __init__(self, *args, cluster: Cluster, recorder: Recorder | None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._cluster, self._recorder = cluster, recorder
+        self._update: Update | None = None
+
+    def build_models(self, *_workers) -> None:
+        self.dispatch = LearnerDispatch(self._cluster)
+        self.dispatch.on_published = self._record_step
+
+    async def generate(self, input_batch):
+        """Rollouts and, beside them, the gradient work they release; returns when all of both is done."""
+        trajectories = [TrajectoryId(t.instance_id, t.repetition_id) for t in input_batch["trajectory_ids"]]
+        groups: dict[str, int] = {}
+        for trajectory in trajectories:
+            groups[trajectory.group] = groups.get(trajectory.group, 0) + 1
+        teacher = self._cluster.begin_batch()
+        update = Update(
+            self._cluster.version,
+            groups,
+            self._cluster.ranks,
+            teacher,
+            self.cfg.thundersync.schedule,
+            self._recorder.begin(self._cluster.version, groups) if self._recorder else None,
+        )
+        hook: TurnHook = self.inference_engine_client
+        self.generator.on_closed = update.on_trajectory_closed
+        try:
+            with hook.armed(trajectories, update.on_turn):
+                output = await update.run(super().generate(input_batch))
+        finally:
+            self.generator.on_closed = None
+        if self._recorder:
+            self._recorder.end()
+        self._update = update
+        return output
+
+    def postprocess_generator_output(self, generator_output, uids):
+        """Reward metrics only: the gradient is computed already, no per-token rewards are needed."""
+        metrics = get_metrics_from_generator_output(generator_output, uids)
+        n = self.cfg.generator.n_samples_per_prompt
+        self.all_metrics.update(
+            {f"reward/avg_pass_at_{n}": metrics["pass_at_n"], "reward/avg_raw_reward": metrics["avg_score"]}
+        )
+        return generator_output, uids
+
+    def convert_to_training_input(self, generator_output, uids) -> TrainingInputBatch:
+        """An empty batch: every token of it has been learned from already."""
+        batch = TrainingInputBatch({"rewards": torch.tensor(generator_output["rewards"], dtype=torch.float32)})
+        batch.metadata = {"uids": uids}
+        return batch
+
+    def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
+        return training_input
+
+    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
+        return data
+
+    def train_critic_and_policy(self, data: TrainingInputBatch) -> dict[str, float]:
+        """Reduce over ranks, divide by N_k, clip, one optimizer step."""
+        start = time.perf_counter()
+        finish = self._cluster.finish(self._update.ledger)
+        status = update_metrics(
+            self._update, finish, time.perf_counter() - start, self._cluster.teacher_counters(self._update.ledger)
+        )
+        self.all_metrics.update(status)
+        return status
+
+    def _record_step(self, publish_s: float) -> None:
+        if self._update is not None:
+            self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks)))
+            self._update = None
+
+
+class Progress(TrainingCallback):
+    """Progress lines and metrics.jsonl."""
+
+    def __init__(self, display: Display, metrics: MetricsFile) -> None:
+        self._display, self._metrics = display, metrics
+        self.evaluations: list[tuple[int, float]] = []
+
+    def on_eval_start(self, trainer, callback_input, control) -> None:
+        self._display.say(f"[dim]evaluating on {len(trainer.eval_dataset)} held-out tasks[/dim]")
+
+    def on_eval_end(self, trainer, callback_input, control) -> None:
+        score = float(callback_input.metrics["eval/all/avg_score"])
+        self.evaluations.append((callback_input.global_step, score))
+        self._display.say(f"held-out success after {callback_input.global_step} updates: [bold]{score:.0%}[/bold]")
+
+    def on_log(self, trainer, callback_input, control) -> None:
+        self._metrics.write(callback_input.global_step, callback_input.logs)
+        if "thundersync/n_scored" in callback_input.logs:
+            self._display.update(callback_input.global_step, callback_input.total_steps, callback_input.logs)
+
+
+class ThunderSyncExperiment(BasePPOExp):
+    """SkyRL's experiment with this plugin's generator, trainer and, without GPUs, its rollout engine."""
+
+    def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path) -> None:
+        self._cluster, self._display, self._run_dir = cluster, display, run_dir
+        super().__init__(cfg)
+        cluster.tokenizer = self.tokenizer
+
+    def get_train_dataset(self) -> PromptDataset:
+        return self._dataset(self.cfg.data.train_data)
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
+            return self._dataset(self.cfg.data.val_data)
+        return None
+
+    def _dataset(self, files: list[str]) -> PromptDataset:
+        # In this process: eight workers that each import Transformers cost more than they filter.
+        dataset = PromptDataset(files, self.tokenizer, self.cfg.trainer.max_prompt_length, num_workers=1)
+        if len(dataset) == 0:
+            raise ValueError(
+                f"no task left in {', '.join(files)}: the files are empty, or every prompt is longer than "
+                f"trainer.max_prompt_length={self.cfg.trainer.max_prompt_length} tokens"
+            )
+        return dataset
+
+    def get_inference_client(self) -> TurnHook:
+        client = self._cluster.rollout_client(super().get_inference_client)
+        return TurnHook(client, lambda: self._cluster.version, self.cfg.trainer.seed)
+
+    def get_generator(self, cfg, tokenizer, inference_engine_client) -> StreamingGenerator:
+        return StreamingGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            policy_model_name=resolve_policy_model_name(cfg),
+        )
+
+    def get_trainer(
+        self, cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
+    ):
+        recorder = Recorder(self._run_dir / "record") if cfg.thundersync.record else None
+        return ThunderSyncTrainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+            cluster=self._cluster,
+            recorder=recorder,
+        )
