@@ -1,0 +1,269 @@
+"""One persistent bash per trajectory, spoken to over a pair of byte streams: the part all backends share.
+
+Differs from the usual `exec` per command in four ways. Commands run in one living shell, so that a command costs a write
+and a read (well under a millisecond) and `cd` and variables carry over. The end of a command is a frame with a random
+nonce made for that command alone, not end-of-file: a child in the background that holds stdout open delays nothing, and
+nothing printed can pass for the frame. Output is bounded while it streams. Every way of losing the shell has an outcome:
+`exit`, `exec`, `kill -9 $$`, `set -u` errors and time limits end in a result that says so, and the next command gets a
+fresh shell over the same files.
+
+What the frame is not: proof against an agent that reads its own shell's memory. It could then end its own observation
+early and gains nothing; grading runs in a shell that starts after the agent's last process has ended.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import secrets
+import shlex
+import tarfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from skyrl_thundersync.sandbox.base import (
+    TIMEOUT_EXIT_CODE,
+    WORKSPACE,
+    CommandResult,
+    HeadTailBuffer,
+    Limits,
+    SandboxError,
+    SandboxLost,
+    checked_files,
+)
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+AGENT_ENV = {"PATH": PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "USER": "agent"}
+# Nothing the agent may leave in the working folder is picked up by accident: no start-up files from HOME, and Python
+# puts neither the working folder nor a user site folder on its path.
+GRADING_ENV = AGENT_ENV | {"HOME": "/nonexistent", "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+
+SHELL = ("bash", "--norc", "--noprofile")
+START_TIMEOUT_S = 60.0
+SETUP_OUTPUT_BYTES = 4096
+
+
+class Channel(Protocol):
+    """A running shell's standard input and output (stderr joined to it)."""
+
+    def send(self, data: bytes, deadline: float) -> bool:
+        """Write all of `data`; False when the shell is gone. TimeoutError past `deadline` (time.monotonic)."""
+        ...
+
+    def receive(self, deadline: float) -> bytes | None:
+        """Some bytes as soon as there are any, b"" at end-of-file, None when `deadline` passed first."""
+        ...
+
+    def exit_code(self) -> int:
+        """Of the shell, after end-of-file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PersistentShell:
+    """Frames commands over a channel. Not thread-safe: `ShellSandbox` holds the lock."""
+
+    def __init__(self, channel: Channel, setup: str) -> None:
+        """Start talking; `setup` runs first (limits, working folder).
+
+        Raises:
+            SandboxError: bash did not come up, or `setup` failed; the message holds what was printed.
+        """
+        self._channel = channel
+        self._pending = b""  # printed by background children between two commands
+        # Descriptor 9 is the way out that a command's own redirections (`exec >file`) cannot move; stderr of the shell
+        # itself goes nowhere, so that `set -x` does not print the frame's nonce.
+        result = self._frame(f"{setup} 9>&1 && exec 9>&1 >/dev/null 2>&1", "", START_TIMEOUT_S, SETUP_OUTPUT_BYTES)
+        if result.timed_out or result.shell_ended or result.exit_code != 0:
+            raise SandboxError(
+                f"the sandbox shell did not start (exit code {result.exit_code}): {result.output.strip()}"
+            )
+
+    def run(self, command: str, timeout_s: float, limit_bytes: int, stdin: bytes | None = None) -> CommandResult:
+        """Run one command. `stdin`: bytes for its standard input, which it must read in full; None for /dev/null."""
+        # bash drops NUL bytes with a warning; say nothing and do the same.
+        quoted = shlex.quote(command.replace("\0", ""))
+        source = "" if stdin is not None else "</dev/null "
+        return self._frame(f"{{ eval {quoted}; }} {source}", ">&9 2>&9 9>&-", timeout_s, limit_bytes, stdin)
+
+    def _frame(
+        self, command: str, redirections: str, timeout_s: float, limit_bytes: int, stdin: bytes | None = None
+    ) -> CommandResult:
+        started = time.monotonic()
+        deadline = started + timeout_s
+        nonce = secrets.token_hex(16)
+        # `&& … || …` rather than `;`: a `set -e` of the agent's then ends nothing.
+        report = f"builtin printf '\\036{nonce} %d\\036'"
+        line = f'{command}{redirections} && {report} 0 >&9 || {report} "$?" >&9\n'
+        buffer = HeadTailBuffer(limit_bytes)
+        frame = re.compile(rb"\x1e" + nonce.encode() + rb" (\d+)\x1e")
+        frame_bytes = len(nonce) + 8
+        held = self._pending
+        self._pending = b""
+        timed_out = ended = False
+        exit_code = TIMEOUT_EXIT_CODE
+        try:
+            alive = self._channel.send(line.encode("utf-8", "replace") + (stdin or b""), deadline)
+            # A shell that is gone may still have left output, so read to end-of-file in any case.
+            while True:
+                data = self._channel.receive(deadline)
+                if data is None:
+                    raise TimeoutError
+                if not data:
+                    ended = True
+                    exit_code = self._channel.exit_code()
+                    break
+                held += data
+                if alive and (match := frame.search(held)):
+                    buffer.add(held[: match.start()])
+                    held, self._pending = b"", held[match.end() :]
+                    exit_code = int(match[1])
+                    break
+                # All but what may be the start of a frame is output.
+                buffer.add(held[:-frame_bytes])
+                held = held[-frame_bytes:]
+        except TimeoutError:
+            timed_out = ended = True
+        buffer.add(held)
+        return CommandResult(
+            output=buffer.text(),
+            exit_code=exit_code,
+            timed_out=timed_out,
+            truncated=buffer.truncated,
+            seconds=time.monotonic() - started,
+            shell_ended=ended,
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class ShellSandbox(ABC):
+    """A sandbox made of three backend primitives: open a shell, end all processes, give everything back."""
+
+    def __init__(self, name: str, limits: Limits, output_limit_bytes: int) -> None:
+        self.name = name
+        self.limits = limits
+        self.output_limit_bytes = output_limit_bytes
+        self._lock = threading.Lock()
+        self._shell: PersistentShell | None = None
+        self._closing = threading.Lock()
+        self._closed = threading.Event()
+        self._lost: str | None = None
+        self.on_close: Callable[[], None] = lambda: None
+
+    @abstractmethod
+    def _open_channel(self, env: Mapping[str, str], grading: bool) -> Channel:
+        """Start `SHELL` in the sandbox with exactly `env`. Raises SandboxError when it cannot."""
+
+    @abstractmethod
+    def _setup_command(self) -> str:
+        """What a new shell runs first."""
+
+    @abstractmethod
+    def _kill_processes(self) -> None:
+        """End every process of the agent; returns when none is left. Raises SandboxLost when that failed."""
+
+    @abstractmethod
+    def _destroy(self) -> None:
+        """End everything and free it; called once, from any thread, also while a command runs."""
+
+    def run(self, command: str, timeout_s: float) -> CommandResult:
+        with self._lock:
+            if self._shell is None:
+                self._shell = self._new_shell(AGENT_ENV, grading=False)
+            return self._finish(self._shell.run(command, timeout_s, self.output_limit_bytes))
+
+    def check(self, script: str, timeout_s: float) -> CommandResult:
+        with self._lock:
+            self._end_shell()
+            self._shell = self._new_shell(GRADING_ENV, grading=True)
+            # In a subshell of its own, `exit` in the script ends the script, not the report of its exit code.
+            quoted = shlex.quote(script.replace("\0", ""))
+            result = self._shell.run(f"( eval {quoted} )", timeout_s, self.output_limit_bytes)
+            if not result.shell_ended:
+                self._end_shell()
+            return self._finish(result)
+
+    def write_files(self, files: Mapping[str, str]) -> None:
+        contents = checked_files(files, self.limits)
+        archive = _tar(contents)
+        # `cat` takes what tar leaves of the padding, so that the shell does not read it as commands.
+        untar = f"tar -x -f - --no-same-owner -C {WORKSPACE}; s=$?; cat >/dev/null; exit $s"
+        unpack = f"( head -c {len(archive)} | {{ {untar}; }} )"
+        with self._lock:
+            if self._shell is None:
+                self._shell = self._new_shell(AGENT_ENV, grading=False)
+            result = self._finish(self._shell.run(unpack, START_TIMEOUT_S, SETUP_OUTPUT_BYTES, archive))
+        if result.exit_code != 0:
+            raise SandboxError(
+                f"sandbox {self.name}: unpacking {len(files)} files ({len(archive)} bytes) failed with exit code "
+                f"{result.exit_code}: {result.output.strip()}"
+            )
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        self.on_close()
+        self._destroy()  # ends a command that runs in another thread, which then lets go of the lock
+        with self._lock:
+            if self._shell is not None:
+                self._shell.close()
+                self._shell = None
+
+    def _new_shell(self, env: Mapping[str, str], grading: bool) -> PersistentShell:
+        self._refuse_if_gone()
+        channel = self._open_channel(env, grading)
+        try:
+            return PersistentShell(channel, self._setup_command())
+        except SandboxError:
+            channel.close()
+            self._refuse_if_gone()
+            raise
+
+    def _end_shell(self) -> None:
+        """End the agent's processes and forget the shell."""
+        try:
+            self._refuse_if_gone()
+            self._kill_processes()
+        except SandboxLost as error:
+            self._lost = str(error)
+            raise
+        finally:
+            if self._shell is not None:
+                self._shell.close()
+                self._shell = None
+
+    def _finish(self, result: CommandResult) -> CommandResult:
+        if not result.shell_ended:
+            return result
+        started = time.monotonic()
+        self._end_shell()
+        return replace(result, seconds=result.seconds + time.monotonic() - started)
+
+    def _refuse_if_gone(self) -> None:
+        if self._closed.is_set():
+            raise SandboxLost(f"sandbox {self.name} is closed")
+        if self._lost is not None:
+            raise SandboxLost(self._lost)
+
+
+def _tar(files: Mapping[str, str]) -> bytes:
+    """A tar archive of regular files, mode 0755 where the text starts with `#!`, else 0644."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, text in sorted(files.items()):
+            data = text.encode("utf-8", "replace")
+            entry = tarfile.TarInfo(path)
+            entry.size = len(data)
+            entry.mode = 0o755 if text.startswith("#!") else 0o644
+            entry.mtime = int(time.time())
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
