@@ -53,9 +53,8 @@ class Sample:
     policy_version: int
 
 
-@ray.remote(num_cpus=0, max_concurrency=4096)
-class EngineReplica:
-    """The Ray actor. `name` is what errors and acknowledgements call it."""
+class Replica:
+    """One replica; runs as the Ray actor `EngineReplica`. `name` is what errors and acknowledgements call it."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
         if spec.log_path is not None:
@@ -163,11 +162,12 @@ class EngineReplica:
         return await self._thread.call(lambda engine: engine.reset_prefix_cache())
 
     async def stats(self) -> dict[str, Any]:
-        """Since the start: requests served, prompt, cached and sampled tokens. Now: version, running requests."""
+        """Since the start: requests served, steps, prompt, cached and sampled tokens. Now: version, running requests."""
         return {
             "replica": self._name,
             "version": self._version,
             "running": self._running,
+            "steps": self._thread.steps,
             "served": self._served,
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
@@ -255,6 +255,10 @@ def _swap_adapter(engine: Any, lora: Any) -> None:
         raise RuntimeError(
             f"vLLM holds the adapters {engine.list_loras()} and not {lora.lora_int_id} of {lora.lora_path}"
         )
+
+
+# An async actor: its methods interleave on one loop, all blocking work is the engine thread's.
+EngineReplica = ray.remote(num_cpus=0, max_concurrency=4096)(Replica)
 
 
 def start_replicas(spec: EngineSpec, count: int, log_dir: str | Path | None = None) -> list[Any]:

@@ -151,7 +151,10 @@ def _resolve(done: asyncio.Future, value: Any = None, error: BaseException | Non
 
 
 class EngineThread:
-    """The thread that owns an `LLMEngine`. All methods are called from one asyncio loop."""
+    """The thread that owns an `LLMEngine`. All methods are called from one asyncio loop.
+
+    `steps` counts the engine's steps: fewer than the tokens sampled, as far as requests ran together.
+    """
 
     def __init__(self, engine: LLMEngine, name: str) -> None:
         self.engine = engine
@@ -161,6 +164,7 @@ class EngineThread:
         self._pending: set[asyncio.Future] = set()  # the loop's own
         self._failure: str | None = None
         self._count = 0
+        self.steps = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
         self._thread.start()
 
@@ -216,6 +220,7 @@ class EngineThread:
                         loop = item.loop
                         self._admit(item) if isinstance(item, _Request) else self._execute(item)
                     idle = not self.engine.has_unfinished_requests()
+                self.steps += 1
                 for output in self.engine.step():
                     if output.finished:
                         _, request = self._waiting.pop(output.request_id)
