@@ -9,6 +9,7 @@ at a time, different ones concurrently.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -22,6 +23,8 @@ from skyrl_gym.envs.registration import registry
 from skyrl_thundersync.config import SandboxConfig
 from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost
 from skyrl_thundersync.sandbox.pool import SandboxPool
+
+logger = logging.getLogger(__name__)
 
 ENV_ID = "terminal"
 SUBMIT = "submit"
@@ -110,6 +113,7 @@ class TerminalEnv(BaseTextEnv):
         self._done = False
         self._tool_seconds = 0.0
         self._timed_out = 0
+        self._lost = False
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Make the sandbox and put the task's files into it. Returns the prompt as it is.
@@ -157,6 +161,8 @@ class TerminalEnv(BaseTextEnv):
             # is closing, the run is over and so is this.
             if self._pool.closed:
                 raise
+            logger.warning("task %r, turn %d: %s", self.task_id, self.turns, error)
+            self._lost = True
             self._done, observation = True, f"[the sandbox was lost: {error}]"
         observations = [] if observation is None else [{"role": "user", "content": observation}]
         return BaseTextEnvStepOutput(
@@ -173,12 +179,14 @@ class TerminalEnv(BaseTextEnv):
             self._sandbox = None
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns taken, 1.0 where the full reward was earned, seconds in tools (latency included), commands timed out."""
+        """Turns taken, 1.0 where the full reward was earned, seconds in tools (latency included), commands timed
+        out, 1.0 where the agent lost its sandbox."""
         return {
             "turns": self.turns,
             "solved": float(self._reward >= 1.0),
             "tool_seconds": self._tool_seconds,
             "commands_timed_out": self._timed_out,
+            "sandbox_lost": float(self._lost),
         }
 
     def _grade(self, sandbox: Sandbox) -> float:

@@ -91,6 +91,8 @@ class BubblewrapSandbox(ShellSandbox):
             raise
 
     def _open_channel(self, env: Mapping[str, str], grading: bool) -> Channel:
+        if not self._holder.alive:
+            raise SandboxError(f"sandbox {self.name}: its holder process was killed from outside (out of memory?)")
         channel = _NamespaceChannel(self._shell_command(env, grading))
         with self._processes_lock:
             self._processes.append(channel)
@@ -122,17 +124,17 @@ class BubblewrapSandbox(ShellSandbox):
             "--ro-bind", "/tmp/etc/passwd", "/etc/passwd", "--ro-bind", "/tmp/etc/group", "/etc/group",
             "--proc", "/proc", "--dev", "/dev", "--bind", f"{store}/shm", "/dev/shm", "--remount-ro", "/dev",
             "--bind", f"{store}/tmp", "/tmp", "--bind", "/tmp/workspace", WORKSPACE, "--remount-ro", "/",
-            "--chdir", WORKSPACE, "--clearenv",
+            "--chdir", "/", "--clearenv",
         ]
         # fmt: on
         for key, value in env.items():
             command += ["--setenv", key, value]
         return _joining(self._group, [*command, "--info-fd", "INFO_FD", "--", *SHELL])
 
-    def _setup_command(self) -> str:
+    def _limits_command(self) -> str:
         limits = self.limits
         per_process = "" if self._group else f" -v {limits.memory_bytes >> 10}"
-        return f"ulimit -c 0 -u {limits.processes} -n {limits.open_files}{per_process} && cd {WORKSPACE}"
+        return f"ulimit -c 0 -u {limits.processes} -n {limits.open_files}{per_process}"
 
     def _kill_processes(self) -> None:
         with self._processes_lock:
@@ -167,6 +169,10 @@ class _Holder:
         # fmt: on
         self._process = _start(command)
         self.pid = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def wait_ready(self) -> None:
         """Sets `pid`, that of a process inside the namespaces. Raises SandboxError with what was printed."""
@@ -297,6 +303,7 @@ def _start(command: list[str], inherited: int | None = None) -> subprocess.Popen
             stderr=subprocess.STDOUT,
             bufsize=0,
             cwd="/",
+            start_new_session=True,  # a Ctrl-C meant for the owner does not reach it
             # Readable inside as /proc/1/environ: nothing of the owner's environment may be there.
             env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
             pass_fds=() if inherited is None else (inherited,),

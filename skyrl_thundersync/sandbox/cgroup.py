@@ -16,6 +16,8 @@ from skyrl_thundersync.sandbox.base import Limits, Owner, SandboxError, process_
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "thundersync-"
 V1_CONTROLLERS = ("memory", "pids", "cpu")
+OPTIONAL = ("memory.swap.max", "memory.swappiness")
+"""Missing where the kernel counts no swap."""
 REMOVE_TIMEOUT_S = 5.0
 CPU_PERIOD_US = 100_000
 
@@ -56,7 +58,8 @@ def create(owner: Owner, label: str, limits: Limits) -> ControlGroup | None:
             folder.mkdir()
             made.append(folder)
             for file, value in values.items():
-                (folder / file).write_text(value)
+                if (folder / file).exists() or file not in OPTIONAL:
+                    (folder / file).write_text(value)
     except OSError:
         for folder in made:
             _remove(folder)
@@ -84,13 +87,14 @@ def _settings(limits: Limits) -> list[tuple[Path, dict[str, str]]]:
                 ROOT,
                 {
                     "memory.max": str(limits.memory_bytes),
+                    "memory.swap.max": "0",
                     "pids.max": str(limits.processes),
                     "cpu.max": f"{quota} {CPU_PERIOD_US}",
                 },
             )
         ]
     values = {
-        "memory": {"memory.limit_in_bytes": str(limits.memory_bytes)},
+        "memory": {"memory.limit_in_bytes": str(limits.memory_bytes), "memory.swappiness": "0"},
         "pids": {"pids.max": str(limits.processes)},
         "cpu": {"cpu.cfs_period_us": str(CPU_PERIOD_US), "cpu.cfs_quota_us": quota},
     }

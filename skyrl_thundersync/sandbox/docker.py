@@ -171,8 +171,8 @@ class DockerSandbox(ShellSandbox):
             init=True,
             read_only=True,
             tmpfs={
-                WORKSPACE: f"{writable},size={limits.disk_bytes}",
-                "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes}",
+                WORKSPACE: f"{writable},size={limits.disk_bytes // 4 * 3}",
+                "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes // 4}",
             },
             shm_size=SHM_BYTES,
             cap_drop=["ALL"],
@@ -193,8 +193,8 @@ class DockerSandbox(ShellSandbox):
         except ENGINE_ERRORS as error:
             raise SandboxError(f"sandbox {self.name}: the engine started no shell: {error}") from error
 
-    def _setup_command(self) -> str:
-        return f"cd {WORKSPACE}"
+    def _limits_command(self) -> str:
+        return "true"
 
     def _kill_processes(self) -> None:
         try:
@@ -265,11 +265,19 @@ class _ExecChannel:
     def receive(self, deadline: float) -> bytes | None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        patience = 0.25
         while True:
             if data := self._unframed():
                 return data
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
+            left = deadline - time.monotonic()
+            if not poll.poll(max(0.0, min(left, patience)) * 1000):
+                if left <= patience:
+                    return None
+                # The engine keeps the connection open while a background child holds the output of a shell that ended.
+                if not self._api.exec_inspect(self._exec)["Running"]:
+                    return b""
+                patience = min(2 * patience, 4.0)
+                continue
             try:
                 data = self._socket.recv(READ_BYTES)
             except BlockingIOError:

@@ -45,6 +45,7 @@ GRADING_ENV = AGENT_ENV | {"HOME": "/nonexistent", "PYTHONSAFEPATH": "1", "PYTHO
 SHELL = ("bash", "--norc", "--noprofile")
 START_TIMEOUT_S = 60.0
 SETUP_OUTPUT_BYTES = 4096
+CHECK_OUTPUT_BYTES = 1 << 16
 
 
 class Channel(Protocol):
@@ -69,7 +70,7 @@ class PersistentShell:
     """Frames commands over a channel. Not thread-safe: `ShellSandbox` holds the lock."""
 
     def __init__(self, channel: Channel, setup: str) -> None:
-        """Start talking; `setup` runs first (limits, working folder).
+        """Start talking; `setup` runs first.
 
         Raises:
             SandboxError: bash did not come up, or `setup` failed; the message holds what was printed.
@@ -99,7 +100,8 @@ class PersistentShell:
         nonce = secrets.token_hex(16)
         # `&& … || …` rather than `;`: a `set -e` of the agent's then ends nothing.
         report = f"builtin printf '\\036{nonce} %d\\036'"
-        line = f'{command}{redirections} && {report} 0 >&9 || {report} "$?" >&9\n'
+        # bash 5.2 gives up at the next quotation mark after an eval that ended inside an open one; a line without resets it.
+        line = f':\n{command}{redirections} && {report} 0 >&9 || {report} "$?" >&9\n'
         buffer = HeadTailBuffer(limit_bytes)
         frame = re.compile(rb"\x1e" + nonce.encode() + rb" (\d+)\x1e")
         frame_bytes = len(nonce) + 8
@@ -112,7 +114,7 @@ class PersistentShell:
             # A shell that is gone may still have left output, so read to end-of-file in any case.
             while True:
                 data = self._channel.receive(deadline)
-                if data is None:
+                if data is None or time.monotonic() > deadline:  # a flood has always something to read
                     raise TimeoutError
                 if not data:
                     ended = True
@@ -155,6 +157,7 @@ class ShellSandbox(ABC):
         self._closing = threading.Lock()
         self._closed = threading.Event()
         self._lost: str | None = None
+        self._used = False
         self.on_close: Callable[[], None] = lambda: None
 
     @abstractmethod
@@ -162,8 +165,8 @@ class ShellSandbox(ABC):
         """Start `SHELL` in the sandbox with exactly `env`. Raises SandboxError when it cannot."""
 
     @abstractmethod
-    def _setup_command(self) -> str:
-        """What a new shell runs first."""
+    def _limits_command(self) -> str:
+        """What a new shell runs first: limits that the backend leaves to it."""
 
     @abstractmethod
     def _kill_processes(self) -> None:
@@ -177,6 +180,7 @@ class ShellSandbox(ABC):
         with self._lock:
             if self._shell is None:
                 self._shell = self._new_shell(AGENT_ENV, grading=False)
+            self._used = True
             return self._finish(self._shell.run(command, timeout_s, self.output_limit_bytes))
 
     def check(self, script: str, timeout_s: float) -> CommandResult:
@@ -185,7 +189,7 @@ class ShellSandbox(ABC):
             self._shell = self._new_shell(GRADING_ENV, grading=True)
             # In a subshell of its own, `exit` in the script ends the script, not the report of its exit code.
             quoted = shlex.quote(script.replace("\0", ""))
-            result = self._shell.run(f"( eval {quoted} )", timeout_s, self.output_limit_bytes)
+            result = self._shell.run(f"( eval {quoted} )", timeout_s, CHECK_OUTPUT_BYTES)
             if not result.shell_ended:
                 self._end_shell()
             return self._finish(result)
@@ -220,13 +224,22 @@ class ShellSandbox(ABC):
 
     def _new_shell(self, env: Mapping[str, str], grading: bool) -> PersistentShell:
         self._refuse_if_gone()
-        channel = self._open_channel(env, grading)
+        # The agent owns the working folder and may have shut itself out of it.
+        setup = f"{self._limits_command()} && chmod u+rwx {WORKSPACE} && cd {WORKSPACE}"
         try:
-            return PersistentShell(channel, self._setup_command())
-        except SandboxError:
-            channel.close()
+            channel = self._open_channel(env, grading)
+            try:
+                return PersistentShell(channel, setup)
+            except SandboxError:
+                channel.close()
+                raise
+        except SandboxError as error:
             self._refuse_if_gone()
-            raise
+            if not self._used:
+                raise
+            # A sandbox that once worked and does not any more is what its agent made of it.
+            self._lost = f"sandbox {self.name}: no shell starts any more: {error}"
+            raise SandboxLost(self._lost) from error
 
     def _end_shell(self) -> None:
         """End the agent's processes and forget the shell."""
