@@ -101,7 +101,7 @@ def _text(lines: list[str]) -> str:
 
 def _checker(present: dict[str, str], absent: tuple[str, ...] = ()) -> str:
     """A script that wants each file of `present` to hold that text, trailing newlines aside, and `absent` ones gone."""
-    lines = ["set -u", 'holds() { [ -f "$1" ] && [ "$(cat -- "$1")" = "$2" ]; }']
+    lines = ["set -u", 'holds() { [ -f "$1" ] && [ "$(< "$1")" = "$2" ]; }']
     lines += [f"holds {shlex.quote(path)} {shlex.quote(text.rstrip())} || exit 1" for path, text in present.items()]
     lines += [f"[ ! -e {shlex.quote(path)} ] || exit 1" for path in absent]
     return "\n".join([*lines, "exit 0", ""])

@@ -7,6 +7,7 @@ the teacher learns what to do after a wrong command without learning to give it.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,14 +19,11 @@ from types import TracebackType
 
 from skyrl_thundersync.data.byte_tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from skyrl_thundersync.data.terminal_tasks import SUBMIT, TerminalTask
+from skyrl_thundersync.rollout.terminal_env import describe
+from skyrl_thundersync.sandbox.base import CommandResult
 
-NO_OUTPUT = "(no output)"
-
-
-def observation(output: str, exit_code: int) -> str:
-    """What the agent reads after a command: its output, a word for none, and the exit code unless 0."""
-    text = output.strip("\n") or NO_OUTPUT
-    return text if exit_code == 0 else f"{text}\n[exit {exit_code}]"
+_FIRST_LINE = 3
+"""The line of a sandbox's shell that holds the first command; bash names it in its own error messages."""
 
 
 class Shell:
@@ -67,14 +65,17 @@ class Shell:
         run = [command for command in commands if command != SUBMIT]
         script = [f"cd {shlex.quote(str(folder))}"]
         for command in [*run, task.checker]:
-            quoted = shlex.quote(command)
-            script.append(f"(eval {quoted}) 2>&1 </dev/null; printf '\\036%d\\036' $?")
+            script.append(f"(eval {shlex.quote(command)}) 2>&1 </dev/null; printf '\\036%d\\036' $?")
         script.append(f"cd /; rm -rf {shlex.quote(str(folder))}; printf '\\036'\n")
         self._bash.stdin.write("\n".join(script).encode())
         self._bash.stdin.flush()
         fields = self._read(2 * (len(run) + 1))
-        outputs = [observation(out, int(code)) for out, code in zip(fields[0::2], fields[1::2], strict=True)]
-        return outputs[:-1], fields[-1] == "0"
+        observations = []
+        for turn, (output, code) in enumerate(zip(fields[0:-2:2], fields[1:-2:2], strict=True)):
+            output = re.sub(r"^bash: line \d+:", f"bash: line {_FIRST_LINE + turn}:", output, flags=re.MULTILINE)
+            result = CommandResult(output, int(code), timed_out=False, truncated=False, seconds=0.0)
+            observations.append(describe(result, timeout_s=0.0))
+        return observations, fields[-1] == "0"
 
     def _read(self, n_fields: int) -> list[str]:
         data = b""

@@ -40,12 +40,12 @@ class QuickstartFiles:
 
 
 def model_config() -> Qwen3Config:
-    """0.86M parameters, of Qwen3's shape. head_dim 32 is the smallest that vLLM's CPU attention takes."""
+    """0.66M parameters, of Qwen3's shape. head_dim 32 is the smallest that vLLM's CPU attention takes."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

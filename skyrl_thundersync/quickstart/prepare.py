@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -57,23 +58,13 @@ def batch(demonstrations: list[Demonstration]) -> tuple[torch.Tensor, torch.Tens
 
 
 def train(
-    model: Qwen3ForCausalLM,
-    demonstrations: Iterator[Demonstration],
-    steps: int,
-    lr: float,
-    size: int,
-    report: Callable[[str], None],
+    model: Qwen3ForCausalLM, demonstrations: list[Demonstration], epochs: int, lr: float, size: int, seed: int
 ) -> None:
-    """AdamW with warm-up and cosine decay on batches of `size` demonstrations, sorted by length within 8 batches."""
+    """AdamW with warm-up and cosine decay; batches of `size` demonstrations of similar length, in random order."""
+    rng, start = Random(seed), time.monotonic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    batches: list[list[Demonstration]] = []
-    rng, start = Random(0), time.monotonic()
-    for step in range(steps):
-        if not batches:
-            pool = sorted((next(demonstrations) for _ in range(8 * size)), key=lambda d: len(d.ids))
-            batches = [pool[i : i + size] for i in range(0, len(pool), size)]
-            rng.shuffle(batches)
-        ids, labels = batch(batches.pop())
+    steps, mean = epochs * (len(demonstrations) // size), 0.0
+    for step, (ids, labels) in zip(range(steps), batches(demonstrations, size, rng), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         loss = model(input_ids=ids, labels=labels).loss
@@ -81,34 +72,47 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 49:
-            report(f"  step {step + 1}/{steps}: loss {loss.item():.4f}, {time.monotonic() - start:.0f} s")
+        mean += loss.item()
+        if step % 50 == 49 or step == steps - 1:
+            print(f"  step {step + 1}/{steps}: loss {mean / (step % 50 + 1):.4f}, {time.monotonic() - start:.0f} s")
+            mean = 0.0
+
+
+def batches(demonstrations: list[Demonstration], size: int, rng: Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless shuffled epochs of `batch`es; lengths are alike within one, sorted inside windows of 16 batches."""
+    while True:
+        shuffled = rng.sample(demonstrations, len(demonstrations))
+        rows: list[list[Demonstration]] = []
+        for at in range(0, len(shuffled), 16 * size):
+            window = sorted(shuffled[at : at + 16 * size], key=lambda d: len(d.ids))
+            rows += [window[i : i + size] for i in range(0, len(window) - size + 1, size)]
+        yield from map(batch, rng.sample(rows, len(rows)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for teacher.safetensors, student.safetensors")
-    parser.add_argument("--teacher-steps", type=int, default=1200)
-    parser.add_argument("--student-steps", type=int, default=80)
+    parser.add_argument("--demonstrations", type=int, default=6000, help="the teacher's, each seen in every epoch")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--student-demonstrations", type=int, default=2000)
     parser.add_argument("--wrong-share", type=float, default=0.75)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(model_config())
     with Shell() as shell:
-        print(f"teacher ({sum(p.numel() for p in model.parameters()):,} parameters)")
-        train(model, teacher_demonstrations(shell, DEMONSTRATION_SEEDS[0]), args.teacher_steps, 3e-3, 64, print)
-        teacher = copy.deepcopy(model)
-        print("student")
-        train(
-            model,
-            student_demonstrations(shell, DEMONSTRATION_SEEDS[1], args.wrong_share),
-            args.student_steps,
-            5e-4,
-            32,
-            print,
+        good = list(itertools.islice(teacher_demonstrations(shell, DEMONSTRATION_SEEDS[0]), args.demonstrations))
+        mixed = list(
+            itertools.islice(
+                student_demonstrations(shell, DEMONSTRATION_SEEDS[1], args.wrong_share), args.student_demonstrations
+            )
         )
+    model = Qwen3ForCausalLM(model_config())
+    print(f"teacher ({sum(p.numel() for p in model.parameters()):,} parameters)")
+    train(model, good, args.epochs, 3e-3, size=16, seed=0)
+    teacher = copy.deepcopy(model)
+    print("student")
+    train(model, mixed, 1, 5e-4, size=32, seed=1)
     for name, trained in (("teacher", teacher), ("student", model)):
         path = save_asset(args.out, name, trained)
         print(f"{path}: {path.stat().st_size:,} bytes")
