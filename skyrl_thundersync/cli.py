@@ -3,9 +3,9 @@
     skyrl train +plugin=thundersync +config=opd/quickstart trainer.seed=7
     skyrl train +plugin=thundersync +config=opd/qwen3.8-27b --dry-run
 
-SkyRL wheels ship no console script. What this one does after its checks is what `python -m
-skyrl.train.entrypoints.main_base trainer.override_entrypoint=MODULE key=value …` does. Importing this module, and asking
-it for help, loads neither torch nor vLLM nor SkyRL.
+SkyRL wheels ship no console script. What this one does after its checks is what
+`python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=MODULE key=value …` does. Importing this module,
+and asking it for help, loads neither torch nor vLLM nor SkyRL.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TRAIN_HELP = """Train, with a plugin's algorithm or with SkyRL's own.
 
     skyrl train +plugin=NAME +config=GROUP/NAME key=value …
 
-+plugin=NAME picks an installed plugin (see `skyrl plugins`); without it stock SkyRL runs. +config=GROUP/NAME picks one of
-the plugin's presets, +config=path.yaml a file. key=value sets an option over the preset, for example
++plugin=NAME picks an installed plugin (see `skyrl plugins`); without it stock SkyRL runs. +config=GROUP/NAME picks one
+of the plugin's presets, +config=path.yaml a file. key=value sets an option over the preset, for example
 trainer.policy.optimizer_config.lr=1e-6. Unknown options, plugins and presets are refused with the nearest right name.
 """
 

@@ -1,8 +1,8 @@
 """Where this plugin's defaults differ from SkyRL's: the one place that sets SkyRL options nobody asked for.
 
-`HOST_DEFAULTS` is the lowest layer of every configuration, below the preset and the command line. SkyRL's defaults describe
-PPO on colocated GPUs; left as they are, `validate.py` would have to refuse them one by one. `apply_host_defaults` runs last
-and sets what depends on the machine and means nothing to this plugin.
+`HOST_DEFAULTS` is the lowest layer of every configuration, below the preset and the command line. SkyRL's defaults
+describe PPO on colocated GPUs; left as they are, `validate.py` would have to refuse them one by one.
+`apply_host_defaults` runs last and sets what depends on the machine and means nothing to this plugin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOST_DEFAULTS = {
 
 
 def uses_cuda(cfg: TrainConfig) -> bool:
-    """Whether this run's processes work on CUDA devices: `thundersync.device`, or what torch sees where it is "auto"."""
+    """Whether this run works on CUDA devices: `thundersync.device`, or what torch sees where it is "auto"."""
     if cfg.thundersync.device != "auto":
         return cfg.thundersync.device == "cuda"
     import torch
@@ -46,10 +46,12 @@ def uses_cuda(cfg: TrainConfig) -> bool:
 def apply_host_defaults(cfg: TrainConfig) -> None:
     """Set, in place, SkyRL options that follow from the machine and the run folder.
 
-    - `thundersync.run_dir`: runs/<trainer.run_name> where it is not given; always absolute, since Ray actors have other working folders.
-    - `trainer.ckpt_path`, `trainer.export_path`, `trainer.log_path`: inside the run folder where they are SkyRL's defaults.
-    - without CUDA: `trainer.placement.*_num_gpus_per_node` = 1 (SkyRL's start-up waits three minutes for GPUs it counts, and
-      `thundersync.learner.ranks` decides the number of learner processes) and `trainer.enable_ray_gpu_monitor` = false.
+    - `thundersync.run_dir`: runs/<trainer.run_name> where it is not given; always absolute, since Ray actors have other
+      working folders.
+    - `trainer.ckpt_path`, `trainer.export_path`, `trainer.log_path`: inside the run folder where they are SkyRL's own.
+    - without CUDA: `trainer.placement.*_num_gpus_per_node` = 1 (SkyRL's start-up waits three minutes for GPUs it counts,
+      and `thundersync.learner.ranks` decides the number of learner processes) and `trainer.enable_ray_gpu_monitor` =
+      false.
     """
     from skyrl.train.config.config import TrainerConfig
 

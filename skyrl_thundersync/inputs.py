@@ -39,7 +39,7 @@ def models(cfg: TrainConfig) -> dict[str, str]:
 
 
 def model_problems(option: str, path: str | None) -> list[str]:
-    """What is missing of a model: the folder, its config.json, its tokenizer, its weights. Hub names are taken on trust."""
+    """What a model lacks: its folder, config.json, tokenizer or weights. Hub names are taken on trust."""
     if not path:
         return [f"{option} is not set: name a model folder or hub name."]
     folder = Path(path).expanduser()
@@ -73,16 +73,17 @@ def model_config(path: str) -> dict[str, Any] | None:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """`max_position_embeddings`, of the language model where the config is that of a multimodal one; None if unstated."""
+    """`max_position_embeddings`, of the language model inside where the model is multimodal; None if unstated."""
     return config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
 
 
 def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
     """Whether a turn at the longest allowed input still fits the model: input + one turn ≤ its positions."""
-    longest = cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
+    context, turn = cfg.generator.max_input_length, cfg.generator.sampling_params.max_generate_length
+    longest = context + turn
     sum_text = (
-        f"generator.max_input_length + generator.sampling_params.max_generate_length = {cfg.generator.max_input_length} + "
-        f"{cfg.generator.sampling_params.max_generate_length} = {longest} tokens"
+        "generator.max_input_length + generator.sampling_params.max_generate_length = "
+        f"{context} + {turn} = {longest} tokens"
     )
     problems = []
     config = model_config(path)
@@ -92,8 +93,8 @@ def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
     engine_limit = cfg.generator.inference_engine.engine_init_kwargs.get("max_model_len")
     if option == "trainer.policy.model.path" and engine_limit is not None and longest > engine_limit:
         problems.append(
-            f"{sum_text}, but generator.inference_engine.engine_init_kwargs.max_model_len is {engine_limit}. Raise it, or lower "
-            "one of the two."
+            f"{sum_text}, but generator.inference_engine.engine_init_kwargs.max_model_len is {engine_limit}. "
+            "Raise it, or lower one of the two."
         )
     return problems
 
@@ -125,7 +126,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def task_problems(option: str, path: str, env_class: str) -> list[str]:
-    """What is wrong with a file of tasks; at most the first three bad rows are named. Hub datasets are taken on trust."""
+    """What is wrong with a file of tasks; the first three bad rows are named. Hub datasets are taken on trust."""
     file = Path(path).expanduser()
     if file.suffix not in (".json", ".jsonl", ".parquet"):
         if _HUB_NAME.match(path.partition(":")[0]) and not file.exists():

@@ -1,4 +1,4 @@
-"""What the entry point `thundersync` of the group `skyrl.plugins` hands out. Light to import: heavy parts load on use."""
+"""What the entry point `thundersync` of the group `skyrl.plugins` hands out. Light: heavy parts load on use."""
 
 from skyrl_thundersync.plugins import Plugin
 from skyrl_thundersync.presets import own_presets

@@ -30,11 +30,12 @@ class Plugin:
     Attributes:
         name: what `+plugin=NAME` says; equal to the entry point's name.
         presets: folder of `GROUP/NAME.yaml` files, what `+config=GROUP/NAME` picks from.
-        entrypoint: module whose `main()` trains with `sys.argv[1:]`; SkyRL imports it for `trainer.override_entrypoint`.
+        entrypoint: module whose `main()` trains with `sys.argv[1:]`; what `trainer.override_entrypoint` names.
         config_class: "module:attribute" of the configuration dataclass that options are checked against.
         defaults: "module:attribute" of a mapping of option values that the plugin wants where SkyRL's default differs.
         choices: "module:attribute" of a mapping from options to the values they may have, where the type does not say.
-        dry_run: "module:attribute" of `run(args, full) -> int`, which checks a run without starting it; None if there is none.
+        dry_run: "module:attribute" of `run(args, full) -> int`, which checks a run without starting it; None where there
+            is none.
     """
 
     name: str

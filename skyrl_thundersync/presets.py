@@ -1,12 +1,14 @@
 """From `+config=GROUP/NAME key=value …` to a checked, typed configuration.
 
-Three layers, later ones win: the plugin's defaults, the preset, the command line. Every leaf remembers which layer it came
-from, so that a wrong key or value is refused with its origin and the nearest right name, before anything heavy loads.
+Three layers, later ones win: the plugin's defaults, the preset, the command line. Every leaf remembers which layer it
+came from, so that a wrong key or value is refused with its origin and the nearest right name, before anything heavy
+loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -221,32 +223,31 @@ def build_config(args: Sequence[str]) -> TrainConfig:
         args: `[+config=GROUP/NAME] key=value …`, as after `trainer.override_entrypoint` was taken out.
 
     Returns:
-        A `TrainConfig` with presets merged, quickstart placeholders replaced by prepared files, `~` expanded and the
-        host's defaults applied. It is not yet validated: see `validate.validate`.
+        A `TrainConfig` with presets merged, quickstart placeholders replaced by prepared files and `~` expanded. Still to
+        do: `host_defaults.apply_host_defaults` and `validate.validate`.
 
     Raises:
         ConfigError: an unknown or ill-typed option, with its origin; a rule of SkyRL's own configuration classes.
     """
     from skyrl_thundersync.config import TrainConfig
-    from skyrl_thundersync.host_defaults import HOST_DEFAULTS, apply_host_defaults
+    from skyrl_thundersync.host_defaults import HOST_DEFAULTS
     from skyrl_thundersync.options import CHOICES
 
     selectors, _ = split_arguments(args)
     if selectors.get("plugin", "thundersync") != "thundersync":
         raise ConfigError(f"+plugin={selectors['plugin']}: this is the entry point of the plugin thundersync")
     merged = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
-    values = {key: _place(leaf) for key, leaf in merged.items()}
+    values = _placed(merged)
     # One optimizer step per logical batch: SkyRL's mini batch is the whole batch unless somebody says otherwise.
     values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
     values.setdefault("trainer.critic_mini_batch_size", values["trainer.policy_mini_batch_size"])
     try:
-        cfg = TrainConfig.from_cli_overrides(values)
+        return TrainConfig.from_cli_overrides(values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
-    apply_host_defaults(cfg)
-    return cfg
 
 
+_QUICKSTART = "quickstart:"
 _PATH_OPTIONS = (
     "trainer.policy.model.path",
     "thundersync.teacher.model",
@@ -259,27 +260,41 @@ _PATH_OPTIONS = (
 )
 
 
-def _place(leaf: Override) -> Any:
-    """Expand `~` and `quickstart:NAME` in options that hold paths."""
-    if leaf.key not in _PATH_OPTIONS or leaf.value is None:
-        return leaf.value
-    if isinstance(leaf.value, list):
-        return [_place_one(item, leaf) for item in leaf.value]
-    return _place_one(leaf.value, leaf)
+def _placed(merged: Mapping[str, Override]) -> dict[str, Any]:
+    """Option -> value, `~` and `quickstart:NAME` expanded where an option holds paths.
 
+    Raises:
+        ConfigError: the quickstart has no part of that name. Nothing is written then.
+    """
+    from skyrl_thundersync.quickstart.files import QuickstartFiles, materialise
 
-def _place_one(value: str, leaf: Override) -> str:
-    if not value.startswith("quickstart:"):
+    parts = [field.name for field in dataclasses.fields(QuickstartFiles)]
+    held = {key: leaf for key, leaf in merged.items() if key in _PATH_OPTIONS and leaf.value is not None}
+    wanted = False
+    for key, leaf in held.items():
+        for value in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
+            if value.startswith(_QUICKSTART):
+                wanted = True
+                if (name := value.removeprefix(_QUICKSTART)) not in parts:
+                    raise ConfigError(
+                        f"{key}={value!r} ({leaf.origin}): the quickstart has no such part. {nearest(name, parts)}"
+                    )
+    files = materialise(quickstart_folder()) if wanted else None
+
+    def place(value: str) -> str:
+        if value.startswith(_QUICKSTART):
+            return str(getattr(files, value.removeprefix(_QUICKSTART)))
         return str(Path(value).expanduser()) if value.startswith("~") else value
-    from skyrl_thundersync.quickstart import materialise
 
-    files = materialise()
-    name = value.removeprefix("quickstart:")
-    if name not in files:
-        raise ConfigError(
-            f"{leaf.key}={value!r} ({leaf.origin}): the quickstart has no such part. {nearest(name, [*files])}"
-        )
-    return str(files[name])
+    values = {key: leaf.value for key, leaf in merged.items()}
+    for key, leaf in held.items():
+        values[key] = [place(item) for item in leaf.value] if isinstance(leaf.value, list) else place(leaf.value)
+    return values
+
+
+def quickstart_folder() -> Path:
+    """Where the quickstart's models and tasks are written: under $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_thundersync" / "quickstart"
 
 
 def _fields(cls: type) -> dict[str, Any]:

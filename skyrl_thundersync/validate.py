@@ -1,8 +1,8 @@
 """Options that cannot run, refused by name at start-up, with the reason and what to do.
 
-Early release is exact only while a source's tokens, mask and weights cannot change after it was released, and only while the
-objective is the one of PAPER.md. `RULES` lists, option by option, what SkyRL offers and this plugin must refuse. Every problem
-of a configuration is reported at once, before any model loads.
+Early release is exact only while a source's tokens, mask and weights cannot change after it was released, and only
+while the objective is the paper's. `RULES` lists, option by option, what SkyRL offers and this plugin must refuse. Every
+problem of a configuration is reported at once, before any model loads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.host_defaults import apply_host_defaults
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.plugins import nearest
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
-_EITHER_LORA_TARGET = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+__all__ = ["RULES", "Rule", "apply_host_defaults", "option_problems", "skyrl_agrees", "validate"]
+
+_USUAL_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NO_LORA = ("embed_tokens", "lm_head", "gate", "router")
 _SAMPLER_CHANGES = (
     "allowed_token_ids",
@@ -166,7 +169,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "trainer.algorithm.policy_loss_type",
         lambda got, cfg: got in ("regular", "importance_sampling"),
-        "the learner's own log-probs are used, the importance ratio is 1, and clipped or sequence-level losses do not apply",
+        "the learner's own log-probs make the importance ratio 1; clipped or sequence-level losses do not apply",
         "Leave it out",
     ),
     Rule(
@@ -178,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "trainer.algorithm.advantage_estimator",
         lambda got, cfg: got in ("grpo", "rloo"),
-        "only outcome-based estimators that are affine in the reward can be summed before the group's rewards are known",
+        "only outcome-based estimators affine in the reward can be summed before a group's rewards are known",
         "Set trainer.algorithm.advantage_estimator=grpo, or leave it out",
     ),
     _must_be("trainer.algorithm.use_tis", False, "nothing is off-policy here"),
@@ -204,8 +207,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "thundersync.learner.zero_stage",
         lambda got, cfg: got in (1, 2),
-        "stage 3 shards parameters, so that every pass is collective and ranks cannot work on different sources; 0 shards "
-        "nothing",
+        "stage 3 shards parameters, so that every pass is collective and ranks cannot work on different sources; "
+        "stage 0 shards nothing",
         "Set thundersync.learner.zero_stage=1 or 2",
     ),
     _must_be("trainer.mtp.enabled", False, "the learner trains no multi-token-prediction heads"),
@@ -225,7 +228,7 @@ RULES: tuple[Rule, ...] = (
         "trainer.policy.model.lora.target_modules",
         lambda got, cfg: not _targets(got) & set(_NO_LORA),
         f"vLLM serves no adapter on {', '.join(_NO_LORA)}",
-        f"Name layers of attention and MLP ({', '.join(_EITHER_LORA_TARGET)}), or all-linear",
+        f"Name layers of attention and MLP ({', '.join(_USUAL_LORA_TARGETS)}), or all-linear",
     ),
     Rule(
         "generator.inference_engine.model_dtype",
@@ -236,7 +239,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "thundersync.publish.tolerance",
         lambda got, cfg: got > 0 and (cfg.generator.inference_engine.model_dtype != "bfloat16" or got >= 0.01),
-        "two kernels' log-probs in bfloat16 differ by more than that for the same weights, and every publication would be refused",
+        "in bfloat16 two kernels' log-probs differ by more for the same weights: every publication would be refused",
         "Set thundersync.publish.tolerance=0.1 for bfloat16, 0.001 for float32",
     ),
     _at_least("thundersync.learner.ranks", 1, "rank"),
@@ -295,10 +298,10 @@ def validate(cfg: TrainConfig) -> None:
     problems = option_problems(cfg) or input_problems(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
-    _skyrl_agrees(cfg)
+    skyrl_agrees(cfg)
 
 
-def _skyrl_agrees(cfg: TrainConfig) -> None:
+def skyrl_agrees(cfg: TrainConfig) -> None:
     """Ask SkyRL's own validation too, as its entry points do. It imports torch and Ray."""
     from skyrl.train.utils import validate_cfg
 

@@ -1,0 +1,30 @@
+"""Model folders and task files for tests, good ones and spoiled ones."""
+
+import json
+from pathlib import Path
+
+
+def write_model(folder: Path, positions: int = 4096) -> Path:
+    """A model folder complete enough for checks that load no weights."""
+    from skyrl_thundersync.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+
+    byte_tokenizer().save_pretrained(folder)
+    config = {"model_type": "qwen3", "max_position_embeddings": positions, "vocab_size": VOCAB_SIZE}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def write_tasks(path: Path, *changes: dict) -> Path:
+    """A task file: one good row, changed by each of `changes` in turn (a None value takes a field out)."""
+    row = {
+        "prompt": [{"role": "user", "content": "Make ans."}],
+        "env_class": "terminal",
+        "task_id": "make-1",
+        "files": "{}",
+        "checker": "[ -e ans ]",
+        "max_turns": 2,
+    }
+    rows = [{k: v for k, v in (row | change).items() if v is not None} for change in changes]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,234 @@
+"""Every option that cannot be honoured is refused by name, with what to do; and inputs are checked before anything runs."""
+
+import pytest
+from cases import write_model, write_tasks
+
+from skyrl_thundersync import inputs
+from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.validate import RULES, option_problems, validate
+
+BAD = {
+    "generator.step_wise_trajectories": True,
+    "generator.merge_stepwise_output": True,
+    "generator.use_conversation_multi_turn": False,
+    "generator.chat_template.name_or_path": "qwen3_with_thinking",
+    "generator.batched": True,
+    "generator.apply_overlong_filtering": True,
+    "trainer.algorithm.zero_variance_filter": True,
+    "trainer.algorithm.dynamic_sampling.type": "filter",
+    "generator.zero_reward_on_non_stop": True,
+    "generator.vision_language_generator": True,
+    "generator.sampling_params.temperature": 0.7,
+    "generator.sampling_params.top_p": 0.95,
+    "generator.sampling_params.top_k": 20,
+    "generator.sampling_params.min_p": 0.05,
+    "generator.sampling_params.repetition_penalty": 1.1,
+    "trainer.algorithm.temperature": 0.7,
+    "generator.sampling_params.additional_kwargs": {"logit_bias": {}},
+    "generator.sampling_params.logprobs": None,
+    "generator.inference_engine.run_engines_locally": False,
+    "generator.inference_engine.external_proxy_url": "http://x",
+    "generator.inference_engine.external_server_urls": ["http://x"],
+    "generator.inference_engine.speculative_config": {"method": "mtp"},
+    "generator.inference_engine.fp8_weight_sync_mode": "blockwise",
+    "generator.inference_engine.enable_return_routed_experts": True,
+    "generator.inference_engine.enable_return_sample_support_set": True,
+    "trainer.algorithm.enable_sample_support_replay": True,
+    "trainer.policy_mini_batch_size": 4,
+    "trainer.update_epochs_per_batch": 2,
+    "trainer.fully_async.enabled": True,
+    "trainer.placement.colocate_all": True,
+    "trainer.placement.colocate_policy_ref": True,
+    "trainer.critic.model.path": "some/critic",
+    "trainer.algorithm.use_kl_loss": True,
+    "trainer.algorithm.use_kl_in_reward": True,
+    "trainer.algorithm.use_entropy_loss": True,
+    "trainer.algorithm.advantage_batch_normalize": True,
+    "trainer.algorithm.policy_loss_type": "gspo",
+    "trainer.algorithm.loss_reduction": "sequence_mean",
+    "trainer.algorithm.advantage_estimator": "gae",
+    "trainer.algorithm.use_tis": True,
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": "product",
+    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_low": 1e-4,
+    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high": 100.0,
+    "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.1,
+    "trainer.algorithm.off_policy_correction.token_mask_is_threshold_high": 10.0,
+    "thundersync.teacher.model": None,
+    "thundersync.learner.zero_stage": 3,
+    "trainer.mtp.enabled": True,
+    "trainer.policy.sequence_parallel_size": 2,
+    "trainer.policy.torch_profiler_config.enable": True,
+    "trainer.policy.model.lora.dropout": 0.1,
+    "trainer.policy.model.lora.sync_mode": "memory",
+    "trainer.policy.model.lora.target_modules": ["q_proj", "model.embed_tokens"],
+    "generator.inference_engine.model_dtype": "bfloat16",
+    "thundersync.publish.tolerance": 0.0,
+    "thundersync.learner.ranks": 0,
+    "thundersync.learner.block_tokens": 0,
+    "thundersync.learner.retain_gib": -1.0,
+    "thundersync.learner.threads": 0,
+    "thundersync.teacher.replicas": 0,
+    "thundersync.teacher.request_timeout_s": 0.0,
+    "thundersync.teacher.max_retries": -1,
+    "thundersync.sandbox.command_timeout_s": 0.0,
+    "thundersync.sandbox.output_limit_bytes": 1,
+    "thundersync.sandbox.latency_s": -1.0,
+    "thundersync.publish.probe_tokens": 1,
+    "generator.n_samples_per_prompt": 0,
+    "generator.max_turns": 0,
+    "generator.sampling_params.max_generate_length": 0,
+    "generator.inference_engine.num_engines": 0,
+    "trainer.max_prompt_length": 100000,
+}
+
+
+def set_option(cfg, option: str, value) -> None:
+    block, _, name = option.rpartition(".")
+    for part in block.split("."):
+        cfg = getattr(cfg, part)
+    assert hasattr(cfg, name)
+    setattr(cfg, name, value)
+
+
+def test_the_reference_configuration_is_accepted(config):
+    assert option_problems(config) == []
+    validate(config)
+
+
+def test_there_is_a_case_for_every_rule():
+    assert set(BAD) == {rule.option for rule in RULES}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_an_option_that_cannot_be_honoured_is_refused_by_name(config, option):
+    set_option(config, option, BAD[option])
+    problems = [problem for problem in option_problems(config) if problem.startswith(f"{option}=")]
+    assert len(problems) == 1
+    assert problems[0].endswith(".")
+    assert "is refused: " in problems[0]
+
+
+def test_every_problem_is_reported_at_once(config):
+    set_option(config, "generator.batched", True)
+    set_option(config, "trainer.update_epochs_per_batch", 3)
+    with pytest.raises(ConfigError) as refusal:
+        validate(config)
+    assert "generator.batched" in str(refusal.value)
+    assert "trainer.update_epochs_per_batch" in str(refusal.value)
+
+
+def test_a_choice_set_past_the_option_reader_is_refused_too(config):
+    config.thundersync.learner.accumulator = "exakt"
+    assert any("'exact'" in problem for problem in option_problems(config))
+
+
+def test_bfloat16_needs_a_tolerance_it_can_meet(config):
+    config.thundersync.learner.dtype = config.generator.inference_engine.model_dtype = "bfloat16"
+    assert [p for p in option_problems(config) if p.startswith("thundersync.publish.tolerance")]
+    config.thundersync.publish.tolerance = 0.1
+    assert option_problems(config) == []
+
+
+def test_grpo_needs_no_teacher(config):
+    config.thundersync.objective, config.thundersync.teacher.model = "grpo", None
+    validate(config)
+
+
+def test_skyrls_own_refusals_come_through(config):
+    config.trainer.max_ckpts_to_keep = 0
+    with pytest.raises(ConfigError, match="SkyRL's own validation.*max_ckpts_to_keep"):
+        validate(config)
+
+
+def test_a_missing_model_folder_is_refused(config, tmp_path):
+    config.trainer.policy.model.path = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="trainer.policy.model.path=.*no such model folder"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("gone", "says"),
+    [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer*", "no tokenizer")],
+)
+def test_an_incomplete_model_folder_is_refused(config, tmp_path, gone, says):
+    folder = write_model(tmp_path / "model")
+    for file in folder.glob(gone):
+        file.unlink()
+    config.thundersync.teacher.model = str(folder)
+    problems = inputs.input_problems(config)
+    assert len(problems) == 1
+    assert says in problems[0]
+    assert "thundersync.teacher.model" in problems[0]
+
+
+@pytest.mark.parametrize("option", ["trainer.policy.model.path", "thundersync.teacher.model"])
+def test_a_context_longer_than_the_model_is_refused(config, tmp_path, option):
+    """976 input tokens and 48 of a turn are 1,024: that many positions are enough, one less is not."""
+    set_option(config, option, str(write_model(tmp_path / "enough", positions=1024)))
+    assert inputs.input_problems(config) == []
+    set_option(config, option, str(write_model(tmp_path / "short", positions=1023)))
+    problems = inputs.input_problems(config)
+    assert len(problems) == 1
+    assert option in problems[0]
+    assert "976 + 48 = 1024" in problems[0]
+    assert "1023" in problems[0]
+
+
+def test_a_context_longer_than_the_engine_is_refused(config):
+    config.generator.inference_engine.engine_init_kwargs = {"max_model_len": 1000}
+    assert "max_model_len is 1000" in inputs.input_problems(config)[0]
+
+
+def test_the_language_model_inside_a_multimodal_one_sets_the_limit():
+    assert inputs.longest_context({"text_config": {"max_position_embeddings": 7}}) == 7
+    assert inputs.longest_context({}) is None
+
+
+def test_an_empty_dataset_is_refused(config, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    config.data.train_data = [str(empty)]
+    with pytest.raises(ConfigError, match="data.train_data: .*empty.jsonl holds no tasks"):
+        validate(config)
+    config.data.train_data = []
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"checker": None}, "a task without a checker has no reward"),
+        ({"checker": "  "}, "a task without a checker has no reward"),
+        ({"task_id": None}, "`task_id` is missing"),
+        ({"prompt": None}, "`prompt` must be"),
+        ({"prompt": []}, "`prompt` must be"),
+        ({"files": "{"}, "`files` is not JSON"),
+        ({"files": "[1]"}, "`files` must map"),
+        ({"files": '{"../x": ""}'}, "outside the working folder"),
+    ],
+)
+def test_a_bad_task_is_refused_with_its_line(config, tmp_path, change, says):
+    config.data.train_data = [str(write_tasks(tmp_path / "tasks.jsonl", {}, change))]
+    problems = inputs.input_problems(config)
+    assert len(problems) == 1
+    assert "line 2" in problems[0]
+    assert says in problems[0]
+
+
+def test_many_bad_tasks_are_summed_up(tmp_path):
+    path = write_tasks(tmp_path / "tasks.jsonl", *[{"checker": ""}] * 10)
+    problems = inputs.task_problems("data.train_data", str(path), "terminal")
+    assert len(problems) == 4
+    assert "7 more of 10" in problems[-1]
+
+
+def test_a_missing_or_broken_task_file_is_refused(config, tmp_path):
+    config.data.val_data = [str(tmp_path / "gone.jsonl")]
+    assert "no file" in inputs.input_problems(config)[0]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n{\n")
+    problems = inputs.task_problems("data.val_data", str(broken), "gsm8k")
+    assert any("line 2 is not JSON" in problem for problem in problems)
+    assert "neither a" in inputs.task_problems("data.val_data", str(tmp_path / "x.txt"), "gsm8k")[0]
