@@ -7,6 +7,7 @@ problem of a configuration is reported at once, before any model loads.
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def get(cfg: TrainConfig, option: str) -> Any:
 
 
 def _must_be(option: str, value: Any, why: str) -> Rule:
-    text = {True: "true", False: "false", None: "null"}.get(value, value) if not isinstance(value, float) else value
+    text = value if isinstance(value, str) else json.dumps(value)
     return Rule(option, lambda got, cfg: got == value, why, f"Set {option}={text}")
 
 
