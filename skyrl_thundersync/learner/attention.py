@@ -1,0 +1,217 @@
+"""Bottom-right causal attention over cut states: no mask, no concatenated past, no repeated K/V of the past.
+
+The textbook runs one masked attention over past and own tokens. Here a segment's queries meet every earlier segment in a
+fast unmasked call and their own tokens in a square causal call; the partial results are merged by their log-sum-exps.
+Each backward call runs on the merged output and log-sum-exp, which makes the sum of the parts exact, and hands the
+past's gradient straight to the segment that owns those keys: the adjoint of its cut state (PAPER.md, Algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+NAME = "thundersync_cut"
+"""What this attention is called in `config._attn_implementation`."""
+
+
+class Past(NamedTuple):
+    """Keys and values of one earlier segment, in one layer, and where their gradient goes.
+
+    keys, values: [1, G, p, D], detached. `deposit(dk, dv)` takes gradients of the same shapes.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    deposit: Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Kernel(NamedTuple):
+    """A flash-style attention: forward(q, k, v, causal, scale) → (out, lse); backward(grad, q, k, v, out, lse, causal,
+    scale) → (dq, dk, dv). q [1, H, n, D], k and v [1, H, p, D], lse [1, H, n]; causal wants p = n."""
+
+    forward: Callable
+    backward: Callable
+
+
+def _cpu_forward(q, k, v, causal, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(grad, q, k, v, out, lse, causal, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+
+
+def _plain_scores(q, k, causal, scale):
+    scores = torch.matmul(q.to(_wide(q)), k.to(_wide(k)).transpose(-1, -2)) * scale
+    if causal:
+        n = q.shape[-2]
+        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    return scores
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _plain_forward(q, k, v, causal, scale):
+    scores = _plain_scores(q, k, causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    return torch.matmul((scores - lse[..., None]).exp(), v.to(_wide(v))).to(q.dtype), lse
+
+
+def _plain_backward(grad, q, k, v, out, lse, causal, scale):
+    wide = _wide(q)
+    p = (_plain_scores(q, k, causal, scale) - lse[..., None]).exp()
+    grad, out = grad.to(wide), out.to(wide)
+    ds = p * (torch.matmul(grad, v.to(wide).transpose(-1, -2)) - (grad * out).sum(-1, keepdim=True)) * scale
+    dq, dk = torch.matmul(ds, k.to(wide)), torch.matmul(ds.transpose(-1, -2), q.to(wide))
+    return dq.to(q.dtype), dk.to(k.dtype), torch.matmul(p.transpose(-1, -2), grad).to(v.dtype)
+
+
+CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
+PLAIN = Kernel(_plain_forward, _plain_backward)
+
+
+def kernel_for(device: str, dtype: torch.dtype) -> Kernel:
+    """The kernel by rule: PyTorch's CPU flash attention takes FP64, FP32, BF16 and FP16; elsewhere explicit matmuls.
+
+    Not run on a GPU yet. There the explicit route is exact but forms [n, p] scores per segment and layer; segments without
+    a past do not come here (see `cut_attention`).
+    """
+    if device == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return CPU_FLASH
+    return PLAIN
+
+
+def _spread(x: torch.Tensor, r: int) -> torch.Tensor:
+    """[1, G, t, D] K or V heads, each repeated for its r query heads: [1, G·r, t, D]."""
+    if r == 1:
+        return x
+    return x[:, :, None].expand(1, x.shape[1], r, *x.shape[2:]).reshape(1, x.shape[1] * r, *x.shape[2:])
+
+
+def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[1, G·r, n, …] → [1, G, r·n, …]: the r query heads of one K/V head are r·n queries of it."""
+    return x.reshape(1, groups, -1, *x.shape[3:])
+
+
+class SplitCausal(torch.autograd.Function):
+    """q [1, H, n, D]; k, v [1, G, p + n, D]; pasts: further keys and values that every query sees. → [1, H, n, D].
+
+    Query i sees all pasts and keys 0 .. p + i. H must be a multiple of G. The pasts' gradients go to their `deposit`.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, pasts):
+        groups, n = k.shape[1], q.shape[2]
+        inside, r = k.shape[2] - n, q.shape[1] // groups
+        kernel = kernel_for(q.device.type, q.dtype)
+        out, lse = kernel.forward(q, _spread(k[:, :, inside:], r), _spread(v[:, :, inside:], r), True, scale)
+        parts = [(past.keys, past.values) for past in pasts]
+        if inside:
+            parts.append((k[:, :, :inside], v[:, :, :inside]))
+        if parts:
+            merged, grouped = out.to(lse.dtype), _grouped(q, groups)
+            for keys, values in parts:
+                part, part_lse = kernel.forward(grouped, keys, values, False, scale)
+                part, part_lse = part.reshape(out.shape), part_lse.reshape(lse.shape)
+                total = torch.logaddexp(part_lse, lse)
+                merged = part * (part_lse - total).exp()[..., None] + merged * (lse - total).exp()[..., None]
+                lse = total
+            out = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.pasts, ctx.kernel = scale, pasts, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        kernel, scale, groups, n = ctx.kernel, ctx.scale, k.shape[1], q.shape[2]
+        inside, r, grad = k.shape[2] - n, q.shape[1] // k.shape[1], grad.contiguous()
+        dq, dk, dv = kernel.backward(
+            grad, q, _spread(k[:, :, inside:], r), _spread(v[:, :, inside:], r), out, lse, True, scale
+        )
+        if r > 1:
+            dk, dv = (d.reshape(1, groups, r, n, -1).sum(2) for d in (dk, dv))
+        if ctx.pasts or inside:
+            dq = dq.to(lse.dtype)
+            fixed = [_grouped(x, groups) for x in (grad, q, out, lse)]
+
+            def backward(keys, values):
+                g, queries, o, total = fixed
+                return kernel.backward(g, queries, keys, values, o, total, False, scale)
+
+            for past in ctx.pasts:
+                dq_p, dk_p, dv_p = backward(past.keys, past.values)
+                dq += dq_p.reshape(dq.shape)
+                past.deposit(dk_p, dv_p)
+            if inside:
+                dq_p, dk_p, dv_p = backward(k[:, :, :inside], v[:, :, :inside])
+                dq += dq_p.reshape(dq.shape)
+                dk, dv = torch.cat([dk_p, dk], 2), torch.cat([dv_p, dv], 2)
+            dq = dq.to(q.dtype)
+        return dq, dk, dv, None, None
+
+
+_pasts: dict[int, tuple[Past, ...]] | None = None
+
+
+@contextmanager
+def attending(pasts: dict[int, tuple[Past, ...]]):
+    """Within it, attention layer `i` also sees `pasts[i]`. One forward at a time per process.
+
+    Raises RuntimeError at the end when a layer with a past never asked for it: that model routes attention elsewhere, and its
+    result would be wrong.
+    """
+    global _pasts
+    outer, _pasts = _pasts, dict(pasts)
+    try:
+        yield
+        left = sorted(_pasts)
+    finally:
+        _pasts = outer
+    if left:
+        raise RuntimeError(f"attention layers {left} did not go through the cut attention: this model is not supported")
+
+
+def cut_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """Transformers' attention seam. query [1, H, n, D], key [1, G, p + n, D], value [1, G, p + n, Dv] → [1, n, H, Dv].
+
+    Raises NotImplementedError for attention sinks, logit soft-capping, sliding windows, dropout and batches.
+    """
+    extras = [name for name in ("s_aux", "softcap", "sliding_window", "position_bias") if kwargs.get(name) is not None]
+    if extras or dropout or query.shape[0] != 1 or attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__}: cut attention takes one sequence without mask or dropout; got batch "
+            f"{query.shape[0]}, dropout {dropout}, mask {attention_mask is not None}, {', '.join(extras) or 'no extras'}"
+        )
+    pasts = () if _pasts is None else _pasts.pop(module.layer_idx, ())
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    narrow = query.shape[-1] - value.shape[-1]  # MLA: values are narrower than keys; zero columns change nothing
+    if narrow:
+        value = torch.nn.functional.pad(value, (0, narrow))
+    if query.is_cuda and not pasts and key.shape[2] == query.shape[2]:  # not run on a GPU yet
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    else:
+        out = SplitCausal.apply(query.contiguous(), key, value, scale, pasts)
+    if narrow:
+        out = out[..., :-narrow]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*args, **kwargs):
+    return None
+
+
+AttentionInterface.register(NAME, cut_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,339 @@
+"""Fused sweeps over the segment tree: one forward on arrival, one merged backward per segment at close (Algorithm 1).
+
+The paper's text runs a turn's backward on arrival and replays it at close. Backward is linear, so here a segment's single
+backward carries both its own loss and the adjoints that its descendants left on its state; the gradient is the same.
+Turns wait for each other until a block is worth running. A branch that nothing can attach to any more is swept at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from skyrl_thundersync.learner.retain import GraphBudget
+from skyrl_thundersync.learner.segments import Scored, Segment, SegmentModel, pieces
+from skyrl_thundersync.objectives import Objective
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
+
+
+@dataclass
+class Tally:
+    """What one work item added to the gradient; fields as in `WorkDone`."""
+
+    n_scored: int = 0
+    sum_kl: float = 0.0
+    sum_logp_gap: float = 0.0
+    max_logp_gap: float = 0.0
+
+
+@dataclass
+class Branch:
+    """A finished or current line of segments: sweep from `tip` up to, not including, `stop` (or the group's prompt)."""
+
+    tip: Segment | None
+    stop: Segment | None
+
+
+@dataclass
+class Trajectory:
+    """One open trajectory. `tokens`: its current path; the lists beside it have one entry per token.
+
+    `leaf`: deepest segment made of it; inputs from `leaf.end` on are pending.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    score: list[float] = field(default_factory=list)
+    sampler: list[float] = field(default_factory=list)
+    source: list[str] = field(default_factory=list)
+    leaf: Segment | None = None
+    finished: list[Branch] = field(default_factory=list)
+    turns: int = 0
+    n_scored: int = 0
+
+    @property
+    def run(self) -> int:
+        """Inputs that already belong to a segment."""
+        return self.leaf.end if self.leaf else 0
+
+    def extend(self, ids, mask, score, sampler, name: str) -> None:
+        self.tokens += ids
+        self.mask += mask
+        self.score += score
+        self.sampler += sampler
+        self.source += [name] * len(ids)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, unscored: in the branch where they were scored they stay so."""
+        for values in (self.tokens, self.score, self.sampler, self.source):
+            del values[length:]
+        self.mask = [0] * length
+
+
+@dataclass
+class Group:
+    """One open group: its prompt's tokens and segments (root first), and its samples."""
+
+    prompt: tuple[int, ...] | None = None
+    nodes: list[Segment] = field(default_factory=list)
+    open: dict[int, Trajectory] = field(default_factory=dict)
+    closed: dict[int, tuple[Trajectory, float | None]] = field(default_factory=dict)
+
+
+class Forest:
+    """All open groups of the running batch on one rank.
+
+    Args:
+        model: the student, segment by segment.
+        objective: turns scored tokens into the scalar whose gradient is accumulated.
+        block_tokens: pending tokens run when at least this many wait; 0 runs every turn at once.
+        budget: which graphs stay from arrival to sweep.
+        exact: sum adjoints on shared prompts in fixed point, so that the order of samples cannot matter.
+    """
+
+    def __init__(
+        self, model: SegmentModel, objective: Objective, block_tokens: int, budget: GraphBudget, exact: bool = False
+    ):
+        self.model, self.objective, self.block, self.budget, self.exact = model, objective, block_tokens, budget, exact
+        self.groups: dict[str, Group] = {}
+
+    def open_names(self) -> list[str]:
+        """Trajectories that are open, and groups that are; what finish must not find."""
+        names = [f"trajectory {TrajectoryId(g, s)}" for g, group in self.groups.items() for s in group.open]
+        return names + [f"group {g}" for g in self.groups]
+
+    def clear(self) -> None:
+        self.groups.clear()
+        self.budget.clear()
+
+    def append(self, work: Append, closing: bool) -> Tally:
+        """Add a source's tokens; run what is worth running, unless the trajectory is `closing` within this call.
+
+        Raises ValueError naming the source for tokens, scores or an order that cannot be right.
+        """
+        source, tally = work.source, Tally()
+        self._check(work)
+        group = self.groups.setdefault(source.trajectory.group, Group())
+        if source.trajectory.sample in group.closed:
+            raise ValueError(f"source {source.name}: trajectory {source.trajectory} is closed already")
+        trajectory = group.open.setdefault(source.trajectory.sample, Trajectory())
+        if source.turn != trajectory.turns:
+            raise ValueError(f"source {source.name}: turn {trajectory.turns} of its trajectory was expected next")
+        if source.prefix > len(trajectory.tokens):
+            raise ValueError(
+                f"source {source.name}: repeats {source.prefix} tokens, but its trajectory has {len(trajectory.tokens)}"
+            )
+        if trajectory.turns == 0:
+            self._start(group, trajectory, source)
+        elif source.prefix < len(trajectory.tokens):
+            self._branch(trajectory, source)
+            if not self.objective.needs_group:
+                self._sweep_finished(group, trajectory, None, tally)
+        trajectory.turns += 1
+        if trajectory.turns > 1:
+            n = len(source.context_ids)
+            trajectory.extend(source.context_ids, [0] * n, [0.0] * n, [0.0] * n, source.name)
+        scores = work.scores if work.scores is not None else [0.0] * len(source.action_ids)
+        trajectory.extend(source.action_ids, source.mask, scores, source.sampler_logps, source.name)
+        trajectory.n_scored += source.n_scored
+        waiting = len(trajectory.tokens) - 1 - trajectory.run
+        if not closing and waiting >= max(self.block, 1):
+            for segment in self._make(trajectory, len(trajectory.tokens) - 1):
+                self._run(segment)
+        return tally
+
+    def close_trajectory(self, work: CloseTrajectory) -> Tally:
+        """Sweep the trajectory down to the group's prompt; under GRPO keep it until the group's rewards are known."""
+        tally, group = Tally(), self.groups.setdefault(work.trajectory.group, Group())
+        if work.trajectory.sample in group.closed:
+            raise ValueError(f"trajectory {work.trajectory} is closed already")
+        trajectory = group.open.pop(work.trajectory.sample, None) or Trajectory()
+        self._finish_path(trajectory)
+        if self.objective.needs_group:
+            if work.reward is None or not math.isfinite(work.reward):
+                raise ValueError(f"trajectory {work.trajectory}: reward {work.reward} is not a finite number")
+        else:
+            self._sweep_finished(group, trajectory, None, tally)
+            trajectory = Trajectory(turns=trajectory.turns)
+        group.closed[work.trajectory.sample] = (trajectory, work.reward)
+        return tally
+
+    def close_group(self, work: CloseGroup) -> Tally:
+        """Sweep what waited for the group's rewards, then the shared prompt, once, and free the group."""
+        tally, group = Tally(), self.groups.get(work.group, Group())
+        if group.open:
+            still = ", ".join(str(TrajectoryId(work.group, sample)) for sample in sorted(group.open))
+            raise ValueError(f"group {work.group} cannot close: open trajectories {still}")
+        if self.objective.needs_group:
+            samples = sorted(group.closed)
+            weights = self.objective.weights([group.closed[sample][1] for sample in samples])
+            for sample, weight in zip(samples, weights, strict=True):
+                self._sweep_finished(group, group.closed[sample][0], weight, tally)
+        for node in reversed(group.nodes):
+            self._backward(node, None, 0, tally)
+        self.groups.pop(work.group, None)
+        return tally
+
+    def _check(self, work: Append) -> None:
+        source = work.source
+        for ids in (source.context_ids, source.action_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < self.model.rows:
+                bad = next(i for i in ids if not 0 <= i < self.model.rows)
+                raise ValueError(
+                    f"source {source.name}: token id {bad} is outside the student's {self.model.rows} embedding rows; "
+                    f"rollouts must use the student's own tokenizer"
+                )
+        if self.objective.needs_teacher:
+            if work.scores is None or len(work.scores) != len(source.action_ids):
+                got = "none" if work.scores is None else len(work.scores)
+                raise ValueError(f"source {source.name}: {len(source.action_ids)} teacher scores wanted, got {got}")
+            _finite(source, work.scores, "teacher score")
+        _finite(source, source.sampler_logps, "sampler log-prob")
+
+    def _start(self, group: Group, trajectory: Trajectory, source: Source) -> None:
+        """Turn 0: its context is the group's prompt, forwarded here when this is the group's first source."""
+        ids = source.context_ids
+        if not ids:
+            raise ValueError(
+                f"source {source.name}: the prompt is empty; the first action token would have no predictor"
+            )
+        if group.prompt is None:
+            group.prompt, parent = ids, None
+            for part in pieces(len(ids) - 1, self.block):
+                parent = self.model.segment(parent, list(ids[part]), None, exact=self.exact)
+                group.nodes.append(parent)
+                self._run(parent)
+        shared = next((i for i, (a, b) in enumerate(zip(group.prompt, ids, strict=False)) if a != b), None)
+        shared = min(len(group.prompt), len(ids)) if shared is None else shared
+        for node in group.nodes:
+            if node.end <= min(shared, len(ids) - 1):
+                trajectory.leaf = node
+        n = len(ids)
+        trajectory.extend(ids, [0] * n, [0.0] * n, [0.0] * n, source.name)
+
+    def _branch(self, trajectory: Trajectory, source: Source) -> None:
+        """Leave the current path at the deepest boundary inside the common prefix; its rest becomes a finished branch."""
+        end = min(source.prefix, source.prefix + len(source.context_ids) - 1)  # the first new token's predictor is new
+        if trajectory.run < end:
+            self._make(trajectory, end)
+        attach = trajectory.leaf
+        while attach is not None and attach.end > end:
+            attach = attach.parent
+        self._make(trajectory, self._last_scored(trajectory))
+        if trajectory.leaf is not attach:
+            trajectory.finished.append(Branch(trajectory.leaf, attach))
+        trajectory.leaf = attach
+        trajectory.cut(source.prefix)
+
+    def _finish_path(self, trajectory: Trajectory) -> None:
+        """Nothing can follow: what is pending after the last scored token's predictor need not run at all."""
+        self._make(trajectory, self._last_scored(trajectory))
+        trajectory.finished.append(Branch(trajectory.leaf, None))
+        trajectory.leaf = None
+        trajectory.cut(0)
+
+    @staticmethod
+    def _last_scored(trajectory: Trajectory) -> int:
+        """How many inputs the last pending scored token needs."""
+        for index in range(len(trajectory.tokens) - 1, trajectory.run, -1):
+            if trajectory.mask[index]:
+                return index
+        return trajectory.run
+
+    def _make(self, trajectory: Trajectory, end: int) -> list[Segment]:
+        """Turn the pending inputs before `end` into unrun segments below the leaf."""
+        made, start = [], trajectory.run
+        for part in pieces(max(0, end - start), self.budget.piece(self.block)):
+            a, b = start + part.start, start + part.stop
+            segment = self.model.segment(trajectory.leaf, trajectory.tokens[a:b], self._scored(trajectory, a, b))
+            trajectory.leaf = segment
+            made.append(segment)
+        return made
+
+    def _scored(self, t: Trajectory, a: int, b: int) -> Scored | None:
+        at = [i for i in range(a + 1, b + 1) if t.mask[i]]
+        if not at:
+            return None
+        device = self.model.device
+        return Scored(
+            torch.tensor([i - 1 - a for i in at], device=device),
+            torch.tensor([t.tokens[i] for i in at], device=device),
+            torch.tensor([t.score[i] for i in at], dtype=torch.float64, device=device)
+            if self.objective.needs_teacher
+            else None,
+            torch.tensor([t.sampler[i] for i in at], dtype=torch.float64, device=device),
+            [t.source[i] for i in at],
+        )
+
+    def _run(self, segment: Segment) -> None:
+        """Forward an unrun segment for its state; keep the graph where the budget allows."""
+        keep = self.budget.admits(segment)
+        graph = self.model.forward(segment, grad=keep)
+        if keep:
+            self.budget.keep(segment, graph)
+
+    def _sweep_finished(self, group: Group, trajectory: Trajectory, weight: float | None, tally: Tally) -> None:
+        """Sweep all finished branches of a trajectory, oldest first: later ones hang nearer the prompt."""
+        for branch in trajectory.finished:
+            chain, node = [], branch.tip
+            while node is not None and node is not branch.stop and not any(node is root for root in group.nodes):
+                chain.append(node)
+                node = node.parent
+            if weight == 0.0:  # A_i = 0: exactly zero gradient, but the tokens still count
+                for node in chain:
+                    tally.n_scored += len(node.scored or ())
+                    self._free(node)
+                continue
+            for node in reversed(chain):
+                if node.state is None and node is not branch.tip:
+                    self._run(node)
+            for node in chain:
+                self._backward(node, weight, trajectory.n_scored, tally)
+        trajectory.finished.clear()
+
+    def _backward(self, segment: Segment, weight: float | None, n_scored: int, tally: Tally) -> None:
+        """One backward of a segment: its own loss and the adjoints of its state together; then free it."""
+        if segment.scored is not None or segment.has_adjoint:
+            graph = segment.graph or self.model.forward(segment, grad=True)
+            outputs, cotangents = [], []
+            if segment.scored is not None:
+                outputs.append(self._loss(segment, graph.hidden, weight, n_scored, tally))
+                cotangents.append(None)
+            for state, cotangent in segment.cotangents(graph.own):
+                outputs.append(state)
+                cotangents.append(cotangent)
+            if outputs:
+                torch.autograd.backward(outputs, cotangents)
+                self.model.deposit_leaves(segment, graph)
+        self._free(segment)
+
+    def _loss(self, segment: Segment, hidden, weight: float | None, n_scored: int, tally: Tally) -> torch.Tensor:
+        scored = segment.scored
+        logp_T = self.model.logp(hidden, scored)
+        detached_T = logp_T.detach().double()
+        if not bool(torch.isfinite(detached_T).all()):
+            bad = next(
+                name for name, x in zip(scored.sources, detached_T.tolist(), strict=True) if not math.isfinite(x)
+            )
+            raise FloatingPointError(f"source {bad}: the student's log-prob of a scored token is not finite")
+        gap_T = (detached_T - scored.sampler_T).abs()
+        tally.n_scored += len(scored)
+        tally.sum_logp_gap += float(gap_T.sum())
+        tally.max_logp_gap = max(tally.max_logp_gap, float(gap_T.max()))
+        scores_T = None
+        if scored.scores_T is not None:
+            tally.sum_kl += float((detached_T - scored.scores_T).sum())
+            scores_T = scored.scores_T.to(logp_T.dtype)
+        return self.objective.loss(logp_T, scores_T, weight, n_scored)
+
+    def _free(self, segment: Segment) -> None:
+        self.budget.drop(segment)
+        segment.state, segment.scored, segment.adjoint = None, None, []
+
+
+def _finite(source: Source, values, what: str) -> None:
+    for index, (value, scored) in enumerate(zip(values, source.mask, strict=True)):
+        if scored and not math.isfinite(value):
+            raise FloatingPointError(f"source {source.name}: {what} of action token {index} is {value}")

@@ -1,0 +1,195 @@
+"""DeepSpeed's ZeRO-1/2 sharded AdamW, fed with the batch's own reduced gradient.
+
+DeepSpeed usually owns the backward and compiles its own Adam. Here it sees shadow parameters that share storage with the
+student's: none of its gradient hooks ever fires, so no collective runs before finish and ranks may do uneven work. At
+finish the accumulated sum is reduce-scattered in buckets, divided by N_k, its global norm taken and clipped, and each
+rank's shard put where DeepSpeed's step reads it. The step is torch's fused AdamW on FP32 masters, on every route.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import get_scheduler
+
+from skyrl_thundersync.learner.accumulate import Accumulator, Layout
+from skyrl_thundersync.learner.fixed_point import from_fixed
+
+ROUTES = {
+    (stage, offload, dtype): "host shard" if offload else "averaged gradients"
+    for stage in (1, 2)
+    for offload in (False, True)
+    for dtype in ("float32", "bfloat16")
+}
+"""(stage, optimizer offload, student dtype) → where DeepSpeed's step reads the shard. All else is refused.
+
+"host shard": `single_partition_of_fp32_groups[0].grad`. "averaged gradients": `averaged_gradients[0]`, with DeepSpeed's own
+norm off. DeepSpeed's `grad_accum_dtype` stays unset: setting it with BF16 and stage 1 selects another optimizer wrapper,
+which keeps a model-sized FP32 gradient on the device.
+"""
+
+BUCKET = 2**25
+"""Elements of each rank's shard reduced at a time."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW as SkyRL's `optimizer_config` names it. `num_training_steps`: for schedules that end, e.g. "cosine"."""
+
+    lr: float = 1e-6
+    adam_betas: Sequence[float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    num_warmup_steps: int = 0
+    scheduler: str = "constant_with_warmup"
+    num_training_steps: int | None = None
+
+
+def route(stage: int, offload: bool, dtype: str) -> str:
+    """The route of ROUTES, before any model is loaded.
+
+    Raises NotImplementedError for stage 3 (passes would become collective) and for combinations that have no route.
+    """
+    if stage == 3:
+        raise NotImplementedError(
+            "thundersync.learner.zero_stage=3 shards parameters, so every forward and backward would be a collective that "
+            "ranks with uneven work cannot agree on; use stage 1 or 2"
+        )
+    if (stage, offload, dtype) not in ROUTES:
+        raise NotImplementedError(
+            f"no optimizer route for thundersync.learner.zero_stage={stage}, offload_optimizer={offload}, dtype={dtype}; "
+            f"stages 1 and 2 with float32 or bfloat16 have one"
+        )
+    return ROUTES[stage, offload, dtype]
+
+
+def connect(rank: int, world_size: int, address: str, port: int, device: str) -> None:
+    """Join the learner's process group: gloo on CPU, NCCL on CUDA. Joining the same group twice is a no-op.
+
+    Raises RuntimeError when this process is already in a group of another shape.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RuntimeError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already and cannot become learner rank "
+                f"{rank} of {world_size}"
+            )
+        return
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+
+
+class ZeroOptimizer:
+    """One rank of the sharded optimizer.
+
+    Args:
+        named: the trainable parameters, each once. Their storage becomes DeepSpeed's flat buffer.
+        stage, offload, dtype: see `route`.
+        settings: AdamW and its schedule.
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, torch.nn.Parameter]],
+        stage: int,
+        offload: bool,
+        dtype: str,
+        settings: OptimizerSettings,
+    ):
+        self.route, self.settings = route(stage, offload, dtype), settings
+        os.environ.setdefault("LOCAL_RANK", "0")
+        import deepspeed  # slow to import, and only ranks that step need it
+
+        # Its shared-memory collectives would be compiled at first use, and serve no reduce-scatter.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        zero = {"stage": stage} | (
+            {"offload_optimizer": {"device": "cpu"}} if offload else {"compute_grad_norm": False}
+        )
+        adam = {"lr": settings.lr, "betas": list(settings.adam_betas), "weight_decay": settings.weight_decay}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        shadow = torch.nn.ParameterList(torch.nn.Parameter(p.data) for _, p in named)
+        adam = torch.optim.AdamW(
+            shadow, lr=settings.lr, betas=tuple(settings.adam_betas), weight_decay=settings.weight_decay, fused=True
+        )
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=shadow, optimizer=adam, config=config)
+        for (_, p), twin in zip(named, shadow, strict=True):
+            p.data = twin.data
+        names = {id(twin): place for twin, place in zip(shadow, named, strict=True)}
+        offsets = self.optimizer.round_robin_bit16_offsets[0]
+        places = [
+            (*names[id(twin)], offset)
+            for twin, offset in zip(self.optimizer.round_robin_bit16_groups[0], offsets, strict=True)
+        ]
+        self.layout = Layout(tuple(places), self.optimizer.bit16_groups_flat[0].numel())
+        self.shard_size = int(self.optimizer.partition_size[0])
+        self.schedule = get_scheduler(
+            settings.scheduler,
+            self.optimizer.optimizer,
+            num_warmup_steps=settings.num_warmup_steps,
+            num_training_steps=settings.num_training_steps,
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.optimizer.param_groups[0]["lr"])
+
+    def step(self, accumulator: Accumulator, divisor: float) -> dict:
+        """Reduce over ranks, ÷ divisor, global norm, clip, exactly one AdamW step. Collective.
+
+        Returns grad_norm (of the normalised gradient, before clipping), clipped, lr (of this step), reduce_seconds,
+        step_seconds. Raises FloatingPointError, on all ranks and before anything changes, when the norm is not finite.
+        """
+        start = time.perf_counter()
+        shard = self._reduce_scatter(accumulator.flat)
+        shard = (from_fixed(shard) if accumulator.exact else shard) / divisor
+        square = shard.double().square().sum()
+        square = square.to(self._device)
+        dist.all_reduce(square)
+        norm = float(square.sqrt())
+        if norm != norm or norm == float("inf"):
+            raise FloatingPointError(f"the batch's gradient norm is {norm}; no step was taken, parameters are intact")
+        limit = self.settings.max_grad_norm
+        scale = min(1.0, limit / (norm + 1e-6)) if limit and limit > 0 else 1.0
+        shard = (shard * scale).to(torch.float32)
+        reduced, lr = time.perf_counter(), self.lr
+        if self.route == "host shard":
+            self.optimizer.single_partition_of_fp32_groups[0].grad.copy_(shard)
+        else:
+            self.optimizer.averaged_gradients[0] = [shard.to(self._device)]
+        self.optimizer.step()
+        self.schedule.step()
+        done = time.perf_counter()
+        return {
+            "grad_norm": norm,
+            "clipped": scale < 1.0,
+            "lr": lr,
+            "reduce_seconds": reduced - start,
+            "step_seconds": done - reduced,
+        }
+
+    @property
+    def _device(self) -> torch.device:
+        return self.optimizer.bit16_groups_flat[0].device
+
+    def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over ranks, on the host; `BUCKET` elements of each shard at a time."""
+        whole = flat.view(dist.get_world_size(), self.shard_size)
+        shard = torch.empty(self.shard_size, dtype=flat.dtype)
+        for start in range(0, self.shard_size, BUCKET):
+            part = whole[:, start : start + BUCKET].to(self._device).contiguous()
+            out = torch.empty(part.shape[1], dtype=flat.dtype, device=self._device)
+            dist.reduce_scatter_single(out, part.view(-1))
+            shard[start : start + BUCKET] = out.cpu()
+        return shard
