@@ -204,12 +204,13 @@ class Replica:
 def _sampling_params(sampling: dict[str, Any]) -> Any:
     """vLLM's parameters: always the sampled tokens' own log-probs, and text only where a stop string needs it."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
 
     fields = {key: value for key, value in sampling.items() if value is not None}
     fields.update(logprobs=0, detokenize=bool(fields.get("stop")))
     try:
         return SamplingParams(**fields)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMClientError) as error:
         raise RefusedRequestError(f"vLLM does not take the sampling parameters {fields}: {error}") from error
 
 

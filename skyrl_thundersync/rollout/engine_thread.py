@@ -78,6 +78,7 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
 
     Raises:
         FileNotFoundError: `spec.model` looks like a folder and is not there.
+        RuntimeError: torch is here already, with another number of threads.
     """
     if spec.model.startswith(("/", ".", "~")) and not Path(spec.model).expanduser().is_dir():
         raise FileNotFoundError(f"no model folder {spec.model}")
@@ -92,7 +93,12 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
         on_cpu = dict(kv_cache_memory_bytes=int(spec.kv_cache_gib * 2**30), block_size=spec.block_size)
     import torch
 
-    torch.set_num_threads(spec.threads)
+    if spec.device == "cpu" and torch.get_num_threads() != spec.threads:
+        # Setting it now would reach this thread only, and vLLM's kernels check that all threads agree.
+        raise RuntimeError(
+            f"torch was imported with {torch.get_num_threads()} threads before an engine with {spec.threads}: start its "
+            f"process with OMP_NUM_THREADS={spec.threads}"
+        )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -238,11 +244,17 @@ class EngineThread:
             _resolve(done, error=EngineFailedError(failure))
 
     def _admit(self, request: _Request) -> None:
+        from vllm.exceptions import VLLMClientError
+
         try:
             engine_id = self.engine.add_request(
                 request.request_id, request.prompt, request.params, lora_request=request.lora
             )
-        except (ValueError, TypeError) as error:  # vLLM's validation, before anything of the engine changed
+        except (
+            ValueError,
+            TypeError,
+            VLLMClientError,
+        ) as error:  # vLLM's validation, before anything of the engine changed
             refusal = RefusedRequestError(f"the engine {self.name} refused a request: {error}")
             refusal.__cause__ = error
             request.loop.call_soon_threadsafe(_resolve, request.done, None, refusal)

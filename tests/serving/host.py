@@ -6,7 +6,8 @@ import ray
 
 KINDS = {
     "rollout": ("skyrl_thundersync.rollout.engine", "Replica"),
-    "teacher": ("skyrl_thundersync.teacher.vllm", "VllmReplica"),
+    "vllm teacher": ("skyrl_thundersync.teacher.vllm", "VllmReplica"),
+    "transformers teacher": ("skyrl_thundersync.teacher.transformers", "TransformersReplica"),
 }
 
 

@@ -1,0 +1,180 @@
+"""Publication: after it every replica serves the new weights, and no replica can only say so."""
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from conftest import random_ids
+from host import Hosted
+from models import forward_logps, tiny_qwen3
+
+from skyrl_thundersync.rollout.client import LocalEngineClient
+from skyrl_thundersync.rollout.engine import PublishingError, PublishRefusedError
+from skyrl_thundersync.rollout.publish import StaleReplicaError, publish
+
+pytestmark = pytest.mark.timeout(240)
+
+PROBE = random_ids(0, 64)
+LONG = {"max_tokens": 600, "ignore_eos": True}
+
+
+def push(replicas, tokenizer, checkpoint, version, expected=None, tolerance=1e-4):
+    """Publish `checkpoint`; the learner's log-probs are those of `expected` (default: of the same checkpoint)."""
+    client = LocalEngineClient(replicas, tokenizer, "policy")
+    logps = forward_logps((expected or checkpoint).model, PROBE)
+    return client, asyncio.run(publish(checkpoint.folder, version, client, PROBE, logps, tolerance))
+
+
+@pytest.fixture
+def restored(replicas, tokenizer, checkpoints):
+    yield replicas
+    push(replicas, tokenizer, checkpoints["tied0"], 0)
+
+
+def test_every_replica_serves_what_was_published(restored, tokenizer, checkpoints):
+    """Tied embeddings. Cached prefixes of the old version are gone, and answers carry the new version."""
+    prompt = random_ids(3, 200)
+    for replica in restored:
+        assert ray.get(replica.generate.remote("s", prompt, {"max_tokens": 4})).policy_version == 0
+    client, acknowledged = push(restored, tokenizer, checkpoints["tied1"], 7)
+    assert [a.replica for a in acknowledged] == ["rollout-0", "rollout-1"]
+    assert {a.version for a in acknowledged} == {client.weight_version} == {7}
+    for replica in restored:
+        sample = ray.get(replica.generate.remote("s", prompt, {"max_tokens": 8}))
+        assert (sample.policy_version, sample.cached_tokens) == (7, 0)
+        expected = forward_logps(checkpoints["tied1"].model, prompt + sample.ids)[-len(sample.ids) :]
+        assert sample.logps == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def untied(host, spec, checkpoints):
+    return Hosted(host, "untied", "rollout", replace(spec, model=checkpoints["untied0"].folder)).wait()
+
+
+def test_untied_embeddings_are_published_too(untied, tokenizer, checkpoints):
+    for version, name in enumerate(("untied1", "untied0", "untied1"), start=1):
+        push([untied], tokenizer, checkpoints[name], version)
+        sample = ray.get(untied.generate.remote("s", PROBE, {"max_tokens": 8}))
+        expected = forward_logps(checkpoints[name].model, PROBE + sample.ids)[-len(sample.ids) :]
+        assert sample.logps == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [("tied", "tied0", "tied1"), ("untied", "untied0", "untied1")])
+def test_stale_weights_under_a_right_version_are_caught(name, old, new, restored, untied, tokenizer, checkpoints):
+    """The replica loads the old folder and reports the new version; only its log-probs can give it away."""
+    replicas = restored if name == "tied" else [untied]
+    with pytest.raises(StaleReplicaError, match=r"version 5, but its log-prob of probe token \d+ .*gap .*tolerance"):
+        push(replicas, tokenizer, checkpoints[old], 5, expected=checkpoints[new])
+    assert ray.get(replicas[0].stats.remote())["version"] == 5  # so the number alone was right
+
+
+def test_one_stale_tensor_is_caught(restored, tokenizer, checkpoints, tmp_path):
+    """A single matrix of one layer left out of date, in an otherwise right publication."""
+    stale = tiny_qwen3(1)
+    stale.model.layers[1].mlp.down_proj.weight.data.copy_(
+        checkpoints["tied0"].model.model.layers[1].mlp.down_proj.weight
+    )
+    stale.save_pretrained(tmp_path)
+    client = LocalEngineClient(restored, tokenizer, "policy")
+    with pytest.raises(StaleReplicaError, match="rollout-0"):
+        asyncio.run(publish(str(tmp_path), 6, client, PROBE, forward_logps(checkpoints["tied1"].model, PROBE), 1e-3))
+    assert client.weight_version == 0
+
+
+class OtherAnswer:
+    """A target whose replicas answer as told."""
+
+    def __init__(self, **answer):
+        self.answer, self.version = answer, None
+
+    async def load_weights(self, path, version, probe_ids):
+        good = {"replica": "rollout-3", "version": version, "probe_logps": [-1.0, -2.0], "prefix_cache_reset": True}
+        return [{**good, **self.answer}]
+
+    def acknowledged(self, version):
+        self.version = version
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"version": 3}, "rollout-3 serves version 3 after version 4"),
+        ({"prefix_cache_reset": False}, "rollout-3 kept the prefix cache"),
+        ({"probe_logps": [-1.0]}, "scored 1 probe tokens of 2"),
+        ({"probe_logps": [-1.0, math.nan]}, "probe token 2"),
+        ({"probe_logps": [-1.3, -2.0]}, r"probe token 1 is -1\.300000 and the learner's -1\.000000"),
+    ],
+)
+def test_an_acknowledgement_must_be_whole(answer, said):
+    target = OtherAnswer(**answer)
+    with pytest.raises(StaleReplicaError, match=said):
+        asyncio.run(publish("folder", 4, target, [1, 2, 3], [-1.0, -2.0], 0.1))
+    assert target.version is None
+
+
+def test_nothing_is_published_while_a_request_runs(restored, tokenizer, checkpoints):
+    replica = restored[0]
+    running = replica.generate.remote("s", [1, 2, 3], LONG)
+    while not ray.get(replica.stats.remote())["running"]:
+        pass
+    with pytest.raises(PublishRefusedError, match="rollout-0: version 1 cannot be published while 1 requests run"):
+        ray.get(replica.publish.remote(checkpoints["tied1"].folder, 1, PROBE))
+    sample = ray.get(running)
+    assert (len(sample.ids), sample.policy_version) == (600, 0)
+    expected = forward_logps(checkpoints["tied0"].model, [1, 2, 3, *sample.ids])[-600:]
+    assert sample.logps == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_request_that_comes_during_publication_is_refused(restored, checkpoints):
+    replica = restored[0]
+    publication = replica.publish.remote(checkpoints["tied1"].folder, 9, PROBE)
+    early = replica.generate.remote("late-one", [1, 2, 3], {"max_tokens": 2})
+    with pytest.raises(PublishingError, match="request late-one came while version 9 was being published"):
+        ray.get(early)
+    assert ray.get(publication)["version"] == 9
+    assert ray.get(replica.generate.remote("s", [1, 2, 3], {"max_tokens": 2})).policy_version == 9
+
+
+def test_a_cancelled_request_leaves_the_engine(restored, checkpoints):
+    replica = restored[0]
+    running = replica.generate.remote("s", [1, 2, 3], LONG)
+    while not ray.get(replica.stats.remote())["running"]:
+        pass
+    ray.cancel(running)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(running)
+    assert ray.get(replica.publish.remote(checkpoints["tied1"].folder, 2, PROBE))["version"] == 2
+
+
+def test_a_folder_without_weights_is_named_and_the_old_version_goes_on(replicas, tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        ray.get(replicas[0].publish.remote(str(tmp_path), 3, PROBE))
+    assert ray.get(replicas[0].generate.remote("s", [1, 2, 3], {"max_tokens": 2})).policy_version == 0
+
+
+def test_adapters_are_published_by_version(host, spec, checkpoints, tokenizer, tmp_path):
+    """Each version's adapter replaces the one before; what is served equals PEFT's own forward."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = Hosted(host, "lora", "rollout", replace(spec, lora_rank=8)).wait()
+    for version in (1, 2, 3):
+        torch.manual_seed(version)
+        base = tiny_qwen3(0)
+        adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"]))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        folder = Path(tmp_path) / str(version)
+        adapted.save_pretrained(folder)
+        client = LocalEngineClient([lora], tokenizer, "policy")
+        expected = forward_logps(adapted.eval(), PROBE)
+        asyncio.run(publish(str(folder), version, client, PROBE, expected, 1e-4))
+        sample = ray.get(lora.generate.remote("s", PROBE, {"max_tokens": 8}))
+        assert sample.policy_version == version
+        expected = forward_logps(adapted, PROBE + sample.ids)[-len(sample.ids) :]
+        assert sample.logps == pytest.approx(expected, abs=2e-5)
+        assert max(abs(a - b) for a, b in zip(expected, forward_logps(tiny_qwen3(0), PROBE + sample.ids)[-8:])) > 0.01  # noqa: B905
