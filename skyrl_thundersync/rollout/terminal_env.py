@@ -14,15 +14,17 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import registry
 
-from skyrl_thundersync.config import SandboxConfig
 from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost
 from skyrl_thundersync.sandbox.pool import SandboxPool
+
+if TYPE_CHECKING:  # it imports all of SkyRL
+    from skyrl_thundersync.config import SandboxConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import docker
 import docker.errors
@@ -212,7 +213,7 @@ class DockerSandbox(ShellSandbox):
             done = False
         if not done:
             self._engine_remove()
-            raise SandboxLost(f"sandbox {self.name}: its processes did not end; the container was killed")
+            raise SandboxLost("the agent's processes did not end; the container was killed")
 
     def _destroy(self) -> None:
         self._engine_remove()
@@ -274,7 +275,7 @@ class _ExecChannel:
                 if left <= patience:
                     return None
                 # The engine keeps the connection open while a background child holds the output of a shell that ended.
-                if not self._api.exec_inspect(self._exec)["Running"]:
+                if not self._inspect()["Running"]:
                     return b""
                 patience = min(2 * patience, 4.0)
                 continue
@@ -302,9 +303,17 @@ class _ExecChannel:
             self._frame_left -= len(take)
         return bytes(out)
 
+    def _inspect(self) -> dict[str, Any]:
+        try:
+            return self._api.exec_inspect(self._exec)
+        except docker.errors.APIError as error:
+            raise SandboxLost(f"the container is gone: {error}") from error
+        except ENGINE_ERRORS as error:
+            raise SandboxError(f"the Docker engine does not answer any more: {error}") from error
+
     def exit_code(self) -> int:
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        while (state := self._api.exec_inspect(self._exec))["Running"]:
+        while (state := self._inspect())["Running"]:
             if time.monotonic() > deadline:
                 raise SandboxLost("the engine says that a shell whose output has ended still runs")
             time.sleep(0.005)

@@ -6,12 +6,15 @@ import atexit
 import itertools
 import threading
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from skyrl_thundersync.config import SandboxConfig
 from skyrl_thundersync.sandbox import bubblewrap, docker
 from skyrl_thundersync.sandbox.base import Limits, Sandbox, SandboxError, SandboxLost
 from skyrl_thundersync.sandbox.select import choose_backend
 from skyrl_thundersync.sandbox.shell import ShellSandbox
+
+if TYPE_CHECKING:  # it imports all of SkyRL
+    from skyrl_thundersync.config import SandboxConfig
 
 
 class SandboxPool:

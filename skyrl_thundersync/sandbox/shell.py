@@ -21,7 +21,8 @@ import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -181,7 +182,9 @@ class ShellSandbox(ABC):
             if self._shell is None:
                 self._shell = self._new_shell(AGENT_ENV, grading=False)
             self._used = True
-            return self._finish(self._shell.run(command, timeout_s, self.output_limit_bytes))
+            with self._losing():
+                result = self._shell.run(command, timeout_s, self.output_limit_bytes)
+            return self._finish(result)
 
     def check(self, script: str, timeout_s: float) -> CommandResult:
         with self._lock:
@@ -189,7 +192,8 @@ class ShellSandbox(ABC):
             self._shell = self._new_shell(GRADING_ENV, grading=True)
             # In a subshell of its own, `exit` in the script ends the script, not the report of its exit code.
             quoted = shlex.quote(script.replace("\0", ""))
-            result = self._shell.run(f"( eval {quoted} )", timeout_s, CHECK_OUTPUT_BYTES)
+            with self._losing():
+                result = self._shell.run(f"( eval {quoted} )", timeout_s, CHECK_OUTPUT_BYTES)
             if not result.shell_ended:
                 self._end_shell()
             return self._finish(result)
@@ -216,11 +220,14 @@ class ShellSandbox(ABC):
                 return
             self._closed.set()
         self.on_close()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_shell()
+            finally:
+                self._lock.release()
         self._destroy()  # ends a command that runs in another thread, which then lets go of the lock
         with self._lock:
-            if self._shell is not None:
-                self._shell.close()
-                self._shell = None
+            self._close_shell()
 
     def _new_shell(self, env: Mapping[str, str], grading: bool) -> PersistentShell:
         self._refuse_if_gone()
@@ -242,17 +249,27 @@ class ShellSandbox(ABC):
             raise SandboxLost(self._lost) from error
 
     def _end_shell(self) -> None:
-        """End the agent's processes and forget the shell."""
-        try:
-            self._refuse_if_gone()
+        """Forget the shell and end the agent's processes."""
+        # First: a container engine reports no process's end while the output of another waits to be read.
+        self._close_shell()
+        self._refuse_if_gone()
+        with self._losing():
             self._kill_processes()
+
+    def _close_shell(self) -> None:
+        if self._shell is not None:
+            self._shell.close()
+            self._shell = None
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Remember that the sandbox was lost; where it was closed meanwhile, that is the reason to give."""
+        try:
+            yield
         except SandboxLost as error:
-            self._lost = str(error)
-            raise
-        finally:
-            if self._shell is not None:
-                self._shell.close()
-                self._shell = None
+            self._refuse_if_gone()
+            self._lost = f"sandbox {self.name}: {error}"
+            raise SandboxLost(self._lost) from error
 
     def _finish(self, result: CommandResult) -> CommandResult:
         if not result.shell_ended:

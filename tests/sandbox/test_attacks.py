@@ -68,7 +68,9 @@ def test_there_is_no_way_to_more_rights(box):
         "cp /bin/bash /tmp/b && chmod u+s /tmp/b && /tmp/b -p -c 'test $EUID = 0'",
     ):
         assert run(box, command).exit_code != 0, command
-    suid = run(box, "for f in $(find /usr -perm -4000 -type f 2>/dev/null); do $f --version; done >/dev/null 2>&1; id -u")
+    suid = run(
+        box, "for f in $(find /usr -perm -4000 -type f 2>/dev/null); do $f --version; done >/dev/null 2>&1; id -u"
+    )
     assert suid.output == "1000\n"
 
 
@@ -115,7 +117,9 @@ def test_a_memory_bomb_ends_the_command_only(config):
         assert str(1 << 30) not in result.output
         assert run(box, "cat file").output == "kept\n"
         # Many small ones rather than one large.
-        script = "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"1\" * (60 << 20); import time; time.sleep(1)' & done; wait"
+        script = (
+            "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"1\" * (60 << 20); import time; time.sleep(1)' & done; wait"
+        )
         run(box, script, timeout_s=20.0)
         assert run(box, "cat file").output == "kept\n"
         assert run(other, "echo fine").output == "fine\n"
@@ -146,6 +150,8 @@ def test_a_flood_of_output_costs_the_host_no_memory(box):
     # From the background it slows its own sandbox down, no more.
     run(box, "yes & sleep 0.1")
     assert run(box, "kill %1; echo stopped", timeout_s=20.0).output.endswith("stopped\n")
+    run(box, "yes & sleep 0.1")
+    assert box.check("echo graded", 20.0).output == "graded\n"
 
 
 def test_an_agent_that_shuts_itself_out_only_loses_its_own_sandbox(box, pool):

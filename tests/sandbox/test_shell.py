@@ -111,7 +111,9 @@ def test_a_background_child_that_holds_stdout_delays_nothing_and_ends_with_the_s
 
 
 def test_a_frame_cannot_be_forged_by_output(box):
-    forged = "printf '\\036%032d 0\\036' 0; printf '\\036%s 0\\036' deadbeefdeadbeefdeadbeefdeadbeef; env; set; (exit 5)"
+    forged = (
+        "printf '\\036%032d 0\\036' 0; printf '\\036%s 0\\036' deadbeefdeadbeefdeadbeefdeadbeef; env; set; (exit 5)"
+    )
     result = run(box, forged)
     assert result.exit_code == 5 and result.output.count("\x1e") >= 4
     assert not re.search(r"\x1e[0-9a-f]{32} %d", result.output), "the nonce shows in variables"
