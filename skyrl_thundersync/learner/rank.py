@@ -194,7 +194,7 @@ class LearnerRank:
 
     def logps(self, ids: list[int]) -> list[float]:
         """log π_θ of ids[1:], each given all before it; by one plain forward with stock attention, not the cut path."""
-        with torch.no_grad(), _stock_attention(self._causal_lm):
+        with torch.no_grad(), _stock_attention(self._causal_lm), self.segments.precision():
             ids_1n = torch.tensor([ids], device=self.segments.device)
             logits_nV = self._causal_lm(input_ids=ids_1n, use_cache=False).logits[0, :-1]
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
@@ -260,7 +260,7 @@ class LearnerRank:
             )
             parent = segment
         gap = max(abs(a - b) for a, b in zip(cut, self.logps(ids), strict=True))
-        limit = {"float64": 1e-6, "float32": 1e-2}.get(self.spec.learner.dtype, 1.0)
+        limit = {"float64": 1e-9, "float32": 1e-2}.get(self.spec.learner.dtype, 1.0)
         if not gap <= limit:
             raise NotImplementedError(
                 f"student {self.spec.model_path}: log-probs through cut states differ from the model's own by {gap:.3g} "

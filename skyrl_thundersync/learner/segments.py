@@ -9,6 +9,7 @@ the cut; what flows through the cut backwards is kept as the adjoint of each sta
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from skyrl_thundersync.learner.attention import Past, attending
 from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds
 from skyrl_thundersync.learner.fixed_point import from_fixed, to_fixed
+from skyrl_thundersync.learner.precision import all_double
 
 
 @dataclass
@@ -114,7 +116,9 @@ class SegmentModel:
         self.body = getattr(causal_lm, causal_lm.base_model_prefix)
         self.head = causal_lm.get_output_embeddings()
         self.rows = causal_lm.get_input_embeddings().num_embeddings
-        self.device = next(causal_lm.parameters()).device
+        first = next(causal_lm.parameters())
+        self.device = first.device
+        self.precision = all_double if first.dtype == torch.float64 else nullcontext
 
     def segment(self, parent: Segment | None, ids: list[int], scored: Scored | None, exact: bool = False) -> Segment:
         """A new, unrun child of `parent` with inputs `ids`."""
@@ -138,7 +142,7 @@ class SegmentModel:
                 leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.state[layer]])
         cache = cut_cache(self.kinds, segment.start, leaves)
         positions = torch.arange(segment.start, segment.end, device=self.device)[None]
-        with torch.set_grad_enabled(grad), attending(pasts):
+        with torch.set_grad_enabled(grad), attending(pasts), self.precision():
             hidden = self.body(
                 input_ids=segment.ids_1n, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state

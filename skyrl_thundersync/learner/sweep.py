@@ -121,6 +121,10 @@ class Forest:
         trajectory = group.open.setdefault(source.trajectory.sample, Trajectory())
         if source.turn != trajectory.turns:
             raise ValueError(f"source {source.name}: turn {trajectory.turns} of its trajectory was expected next")
+        if source.prefix + len(source.context_ids) == 0:
+            raise ValueError(
+                f"source {source.name}: its context is empty; the first action token would have no predictor"
+            )
         if source.prefix > len(trajectory.tokens):
             raise ValueError(
                 f"source {source.name}: repeats {source.prefix} tokens, but its trajectory has {len(trajectory.tokens)}"
@@ -140,8 +144,8 @@ class Forest:
         trajectory.n_scored += source.n_scored
         waiting = len(trajectory.tokens) - 1 - trajectory.run
         if not closing and waiting >= max(self.block, 1):
-            for segment in self._make(trajectory, len(trajectory.tokens) - 1):
-                self._run(segment)
+            self._make(trajectory, len(trajectory.tokens) - 1)
+            self._run_path(trajectory.leaf.path())
         return tally
 
     def close_trajectory(self, work: CloseTrajectory) -> Tally:
@@ -204,7 +208,7 @@ class Forest:
             for part in pieces(len(ids) - 1, self.block):
                 parent = self.model.segment(parent, list(ids[part]), None, exact=self.exact)
                 group.nodes.append(parent)
-                self._run(parent)
+                self._run_path([parent])
         shared = next((i for i, (a, b) in enumerate(zip(group.prompt, ids, strict=False)) if a != b), None)
         shared = min(len(group.prompt), len(ids)) if shared is None else shared
         for node in group.nodes:
@@ -242,15 +246,13 @@ class Forest:
                 return index
         return trajectory.run
 
-    def _make(self, trajectory: Trajectory, end: int) -> list[Segment]:
+    def _make(self, trajectory: Trajectory, end: int) -> None:
         """Turn the pending inputs before `end` into unrun segments below the leaf."""
-        made, start = [], trajectory.run
+        start = trajectory.run
         for part in pieces(max(0, end - start), self.budget.piece(self.block)):
             a, b = start + part.start, start + part.stop
-            segment = self.model.segment(trajectory.leaf, trajectory.tokens[a:b], self._scored(trajectory, a, b))
-            trajectory.leaf = segment
-            made.append(segment)
-        return made
+            scored = self._scored(trajectory, a, b)
+            trajectory.leaf = self.model.segment(trajectory.leaf, trajectory.tokens[a:b], scored)
 
     def _scored(self, t: Trajectory, a: int, b: int) -> Scored | None:
         at = [i for i in range(a + 1, b + 1) if t.mask[i]]
@@ -267,12 +269,14 @@ class Forest:
             [t.source[i] for i in at],
         )
 
-    def _run(self, segment: Segment) -> None:
-        """Forward an unrun segment for its state; keep the graph where the budget allows."""
-        keep = self.budget.admits(segment)
-        graph = self.model.forward(segment, grad=keep)
-        if keep:
-            self.budget.keep(segment, graph)
+    def _run_path(self, nodes: list[Segment]) -> None:
+        """Forward what is unrun of a path, root first, for its state; keep graphs where the budget allows."""
+        for segment in nodes:
+            if segment.state is None:
+                keep = self.budget.admits(segment)
+                graph = self.model.forward(segment, grad=keep)
+                if keep:
+                    self.budget.keep(segment, graph)
 
     def _sweep_finished(self, group: Group, trajectory: Trajectory, weight: float | None, tally: Tally) -> None:
         """Sweep all finished branches of a trajectory, oldest first: later ones hang nearer the prompt."""
@@ -286,9 +290,8 @@ class Forest:
                     tally.n_scored += len(node.scored or ())
                     self._free(node)
                 continue
-            for node in reversed(chain):
-                if node.state is None and node is not branch.tip:
-                    self._run(node)
+            if chain:
+                self._run_path(branch.tip.path()[:-1])  # the tip's own forward is its sweep's
             for node in chain:
                 self._backward(node, weight, trajectory.n_scored, tally)
         trajectory.finished.clear()

@@ -1,0 +1,94 @@
+"""What runs inside learner processes of the multi-process tests; each returns plain data to the test."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import socket
+import tempfile
+
+import torch
+from plain import batch, settings
+
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.stream.sources import Append, group_of
+
+OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)
+CASES = list(itertools.product((1, 2), (False, True), ("float32", "bfloat16")))
+STEPS = 3
+
+
+def spec(folder: str, rank: int, world: int, port: int, lora=None, optimizer=OPTIMIZER, **changes) -> RankSpec:
+    return RankSpec(
+        folder, rank, world, "127.0.0.1", port, settings(block_tokens=4, **changes), "opd", optimizer, lora=lora
+    )
+
+
+def works_of(step: int) -> list:
+    return batch(seed=100 + step, groups=3, samples=2)
+
+
+def share_of(rank: int, step: int) -> list:
+    """Uneven on purpose: in step 0 rank 1 gets nothing, later one group of three."""
+    return [w for w in works_of(step) if (step > 0 and group_of(w) == "g2") == (rank == 1)]
+
+
+def all_cases(folder: str, rank: int, world: int, port: int) -> dict:
+    """Per case and step: this rank's gradient before finish, finish's result, and the parameters after it."""
+    found = {}
+    for stage, offload, dtype in CASES:
+        learner = LearnerRank(
+            spec(folder, rank, world, port, zero_stage=stage, offload_optimizer=offload, dtype=dtype, retain_gib=1.0)
+        )
+        steps = []
+        for step in range(STEPS):
+            for work in share_of(rank, step):
+                learner.run(work)
+            gradient, result = learner.gradient(), learner.finish()
+            steps.append((gradient, result, parameters(learner)))
+        for work in works_of(0):  # a batch with nothing scored anywhere
+            if isinstance(work, Append):
+                source = work.source.__class__(**{**vars(work.source), "mask": (0,) * len(work.source.mask)})
+                work = Append(source, work.scores)
+            if rank == 0:
+                learner.run(work)
+        found[stage, offload, dtype] = steps, learner.finish(), parameters(learner)
+    return found
+
+
+def parameters(learner: LearnerRank) -> dict[str, torch.Tensor]:
+    return {name: p.detach().float().clone() for name, p in learner.model.named_parameters() if p.requires_grad}
+
+
+def in_processes(function, *arguments, world: int, timeout: float = 240.0) -> list:
+    """function(*arguments, rank, world, port) in `world` fresh processes; their results in rank order.
+
+    Raises AssertionError with the traceback's text when one fails or is late.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "deepspeed", "peft", "plain"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as out:
+        processes = [
+            context.Process(target=_child, args=(function, arguments, rank, world, port, out)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        late = [process for process in processes if process.exitcode is None]
+        for process in late:
+            process.kill()
+        results = []
+        for rank, process in enumerate(processes):
+            assert process.exitcode == 0, f"rank {rank}: exit code {process.exitcode}, see its output"
+            results.append(torch.load(f"{out}/{rank}", weights_only=False))
+        return results
+
+
+def _child(function, arguments, rank, world, port, out):
+    torch.set_num_threads(1)
+    torch.save(function(*arguments, rank, world, port), f"{out}/{rank}")
