@@ -7,18 +7,19 @@ import os
 from rich.console import Console
 from rich.table import Table
 
+# Name and width; 79 characters together, so that a line fits the narrowest terminal.
 COLUMNS = (
     ("update", 6),
     ("reward", 6),
-    ("KL", 7),
-    ("N_k", 6),
-    ("|g|", 7),
-    ("rollout", 8),
-    ("tail", 6),
+    ("KL", 6),
+    ("N_k", 5),
+    ("|g|", 6),
+    ("rollout", 7),
+    ("tail", 5),
     ("suffix", 6),
-    ("step", 7),
-    ("busy", 5),
-    ("logp gap", 8),
+    ("step", 5),
+    ("busy", 4),
+    ("gap", 5),
     ("teacher", 7),
 )
 
@@ -27,7 +28,7 @@ class Display:
     """Progress on `stream_fd`, the terminal's own descriptor: the process's stdout goes to a log file meanwhile."""
 
     def __init__(self, stream_fd: int) -> None:
-        self._console = Console(file=os.fdopen(os.dup(stream_fd), "w", buffering=1), highlight=False)
+        self._console = Console(file=os.fdopen(os.dup(stream_fd), "w", buffering=1), highlight=False, soft_wrap=True)
         self._printed_header = False
 
     def say(self, text: str) -> None:
@@ -44,13 +45,13 @@ class Display:
                 [
                     f"{step}/{total}",
                     f"{m['reward/avg_raw_reward']:.2f}",
-                    f"{m['opd/reverse_kl']:.4f}" if "opd/reverse_kl" in m else "-",
+                    f"{m['opd/reverse_kl']:.3f}" if "opd/reverse_kl" in m else "-",
                     f"{m['thundersync/n_scored']:.0f}",
                     f"{m['policy/grad_norm']:.3f}" if m["thundersync/stepped"] else "no step",
-                    f"{m['timing/rollout']:.2f}s",
-                    f"{m['timing/tail']:.2f}s",
-                    f"{m['timing/suffix']:.2f}s",
-                    f"{m['timing/update']:.2f}s",
+                    f"{m['timing/rollout']:.1f}s",
+                    f"{m['timing/tail']:.1f}s",
+                    f"{m['timing/suffix']:.1f}s",
+                    f"{m['timing/update']:.1f}s",
                     f"{m['thundersync/learner_busy_share']:.0%}",
                     f"{m['logprob_gap/max']:.0e}",
                     f"x{m['opd/teacher_tokens_ratio']:.2f}" if "opd/teacher_tokens_ratio" in m else "-",

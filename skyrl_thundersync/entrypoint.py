@@ -30,13 +30,11 @@ def main() -> None:
 
 def train(cfg) -> int:
     """Run the whole job; returns the exit status. Nothing is left running afterwards."""
-    run_dir = Path(cfg.thundersync.run_dir or f"runs/{cfg.trainer.run_name}").resolve()
+    run_dir = Path(cfg.thundersync.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     display = Display(sys.__stdout__.fileno())
     driver_log = run_dir / "logs" / "driver.log"
     logs.redirect(driver_log)
-    # A scheduler's SIGTERM ends the run the way Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _train(cfg, run_dir, display)
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
@@ -59,17 +57,19 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
     from skyrl_thundersync.metrics import MetricsFile
     from skyrl_thundersync.rollout import terminal_env
-    from skyrl_thundersync.sandbox.select import open_pool
+    from skyrl_thundersync.sandbox.pool import SandboxPool
 
     (run_dir / "config.yaml").write_text(get_config_as_yaml_str(cfg), encoding="utf-8")
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     metrics = MetricsFile(run_dir / "metrics.jsonl")
-    with open_pool(ts.sandbox, run_id=run_dir.name) as pool, Cluster(cfg, run_dir, display) as cluster:
+    with SandboxPool(ts.sandbox, run_id=run_dir.name) as pool, Cluster(cfg, run_dir, display) as cluster:
+        # A scheduler's SIGTERM ends the run the way Ctrl-C does. Set after Ray, which sets a handler of its own.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         terminal_env.configure(pool, ts.sandbox)
         terminal_env.register_terminal_env()
         experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
-        cluster.start()
+        cluster.start(experiment.tokenizer)
         trainer = experiment._setup_trainer()
         progress = Progress(display, metrics)
         trainer.add_callback(progress)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from skyrl_thundersync.teacher.client import TeacherCounts
 from skyrl_thundersync.trainer import Update
 
 
-def update_metrics(update: Update, finish: dict, finish_s: float, teacher: dict | None) -> dict[str, float]:
+def update_metrics(update: Update, finish: dict, finish_s: float, teacher: TeacherCounts | None) -> dict[str, float]:
     """Metrics of a finished update; seconds unless the name says otherwise.
 
     Args:
         update: after `Update.run`.
         finish: what the learner's finish reported (n_scored, grad_norm, clipped, lr, stepped).
         finish_s: wall time of the finish: reduction, clip, step and all-gather.
-        teacher: the teacher client's counters for this update (computed_tokens, wait_s); None without a teacher.
+        teacher: what the teacher did for this update; None without one.
     """
     done = update.acknowledged
     n = max(1, finish["n_scored"])
-    tokens = max(1, update.ledger.n_tokens)
     metrics = {
         "thundersync/policy_version": update.ledger.version,
         "thundersync/n_scored": finish["n_scored"],
@@ -40,8 +40,9 @@ def update_metrics(update: Update, finish: dict, finish_s: float, teacher: dict 
     }
     if teacher is not None:
         metrics["opd/reverse_kl"] = sum(d.sum_kl for d in done) / n
-        metrics["opd/teacher_wait"] = teacher["wait_s"]
-        metrics["opd/teacher_tokens_ratio"] = teacher["computed_tokens"] / tokens
+        metrics["opd/teacher_wait"] = teacher.wait_s
+        metrics["opd/teacher_retries"] = teacher.retries
+        metrics["opd/teacher_tokens_ratio"] = teacher.tokens_ratio
     return metrics
 
 

@@ -7,26 +7,35 @@ acknowledges). Leaving the context takes everything down, whatever happened.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import ray
-import torch
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.learner.actor import LearnerActor
-from skyrl_thundersync.learner.rank import RankSpec
+from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
+from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import EngineSpec, start_replicas
 from skyrl_thundersync.rollout.publish import publish
-from skyrl_thundersync.stream.ledger import Ledger
+from skyrl_thundersync.stream.ledger import Ledger, LedgerError
 from skyrl_thundersync.stream.sources import Work, WorkDone
-from skyrl_thundersync.trainer import LearnerRank, Teacher
+from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, start_teachers
+from skyrl_thundersync.teacher.preflight import check_context, check_scores, same_checkpoint
+from skyrl_thundersync.teacher.scores import TeacherSpec
+from skyrl_thundersync.trainer import LearnerRank
+
+# Larger than any trajectory: schedules that run after the rollouts forward each trajectory once, whole.
+WHOLE_TRAJECTORY = 2**31
 
 
 class RankHandle:
@@ -43,27 +52,30 @@ class Cluster:
     """Context manager around everything that runs beside the driver.
 
     Attributes:
-        version: policy version that the replicas serve: updates taken so far.
+        version: policy version that the replicas serve: the number of optimizer steps taken.
         ranks: the learner ranks.
-        tokenizer: the student's, set before `start`.
-        saved: folder of the last model written, None before.
+        saved: folder of the last model written; None before.
     """
 
     def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display) -> None:
         self._cfg, self._run_dir, self._display = cfg, run_dir, display
-        self.device = resolve_device(cfg.thundersync.device)
+        self._device = "cuda" if uses_cuda(cfg) else "cpu"
+        self._publish_dir = run_dir / "published"
+        self._target: LocalEngineClient | None = None
+        self._learners: list = []
+        self._teacher: TeacherClient | None = None
+        self._served: int | None = None
+        self._probe_ids: list[int] = []
         self.version = 0
         self.ranks: list[LearnerRank] = []
-        self.tokenizer = None
         self.saved: Path | None = None
-        self._target = None
-        self._teacher = None
-        self._publish_pending = True
-        self._probe_ids: list[int] = []
 
     def __enter__(self) -> Cluster:
+        # Ray lowers its workers' priority, for drivers that people type into; here they are the work.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
-            num_cpus=None if self.device == "cuda" else 4,
+            # Actors say what devices they need; on CPU they share the cores and ask for none.
+            num_cpus=None if self._device == "cuda" else 1,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",
@@ -75,10 +87,177 @@ class Cluster:
         ray.shutdown()
         shutil.rmtree(self._publish_dir, ignore_errors=True)
 
-    def start(self) -> None:
+    def start(self, tokenizer) -> None:
         """Start every actor at once and wait until all are ready.
 
         Raises what an actor's constructor raised: a missing model, an unsupported layer, a vocabulary that does not fit.
         """
         begin = time.perf_counter()
-        ...
+        logs = self._run_dir / "logs"
+        self._learners = self._start_learners(logs)
+        engines = start_replicas(self._engine_spec(), self._cfg.generator.inference_engine.num_engines, logs)
+        self._target = LocalEngineClient(engines, tokenizer, self._cfg.trainer.policy.model.path)
+        self.ranks = [RankHandle(actor) for actor in self._learners]
+        if self._cfg.thundersync.objective == "opd":
+            self._teacher = self._start_teacher(logs)
+        rng = random.Random(self._cfg.trainer.seed)
+        self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]
+        asyncio.run(self._ready())
+        parts = f"{len(self.ranks)} learner ranks, {len(engines)} rollout replicas"
+        if self._teacher:
+            parts += f", {self._cfg.thundersync.teacher.replicas} teacher replicas"
+        self._display.say(f"{parts} up in {time.perf_counter() - begin:.0f} s on {self._device}")
+
+    async def _ready(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._target.ready())
+            for actor in self._learners:
+                tasks.create_task(_await(actor.stats.remote()))
+            if self._teacher:
+                tasks.create_task(self._check_teacher())
+
+    async def _check_teacher(self) -> None:
+        """DESIGN.md §8: the context fits, repeated requests agree, and teacher = student gives no divergence."""
+        check_context(await self._teacher.ready(), self._longest)
+        student, teacher = self._cfg.trainer.policy.model.path, self._cfg.thundersync.teacher.model
+        own = None
+        if same_checkpoint(student, teacher):
+            own = await self._learners[0].logps.remote(self._probe_ids)
+        tolerance = 1e-3 if self._cfg.thundersync.teacher.dtype == "float32" else 0.2
+        await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
+
+    def rollout_client(self, _host_client: Callable) -> LocalEngineClient:
+        """The client that samples: the replicas started here."""
+        return self._target
+
+    @property
+    def teacher(self) -> TeacherClient | None:
+        """None for objectives without one."""
+        return self._teacher
+
+    def teacher_counts(self) -> TeacherCounts | None:
+        """What the teacher did for the update that just ran."""
+        return self._teacher.take_counts() if self._teacher else None
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest possible trajectory."""
+        generator = self._cfg.generator
+        return generator.max_input_length + generator.sampling_params.max_generate_length
+
+    def finish(self, ledger: Ledger) -> dict:
+        """One step on every rank. Returns what rank 0 reported.
+
+        Raises:
+            LedgerError: the learners scored another number of tokens than the ledger registered.
+        """
+        results = ray.get([actor.finish.remote() for actor in self._learners])
+        finish = results[0]
+        if finish["n_scored"] != ledger.n_scored:
+            raise LedgerError(
+                f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
+                "lost or learned twice"
+            )
+        self.version += finish["stepped"]
+        return finish
+
+    async def publish(self) -> None:
+        """Make every replica serve θ of `version` and prove it. Does nothing when they serve it already."""
+        if self._served == self.version:
+            return
+        folder = self._publish_dir / f"version_{self.version}"
+        learner = self._learners[0]
+        _, expected = await asyncio.gather(
+            _await(learner.save_weights.remote(str(folder))), _await(learner.logps.remote(self._probe_ids))
+        )
+        tolerance = self._cfg.thundersync.publish.tolerance
+        await publish(str(folder), self.version, self._target, self._probe_ids, expected, tolerance)
+        self._served = self.version
+        shutil.rmtree(folder)
+
+    def save_model(self, folder: Path) -> None:
+        """The student (or, with LoRA, the adapter) in Hugging Face format."""
+        ray.get(self._learners[0].save_weights.remote(str(folder)))
+        self.saved = folder
+
+    def _start_learners(self, logs: Path) -> list:
+        ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
+        settings = ts.learner
+        if ts.schedule != "thundersync":
+            settings = replace(settings, block_tokens=WHOLE_TRAJECTORY)
+        optimizer, lora = policy.optimizer_config, policy.model.lora
+        world = settings.ranks or (
+            self._cfg.trainer.placement.policy_num_gpus_per_node * self._cfg.trainer.placement.policy_num_nodes
+        )
+        port = _free_port()
+        options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
+        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}}
+        return [
+            ray.remote(LearnerActor)
+            .options(**options)
+            .remote(
+                RankSpec(
+                    model_path=policy.model.path,
+                    rank=rank,
+                    world_size=world,
+                    master_address="127.0.0.1" if self._device == "cpu" else ray.util.get_node_ip_address(),
+                    master_port=port,
+                    learner=settings,
+                    objective=ts.objective,
+                    optimizer=OptimizerSettings(
+                        lr=optimizer.lr,
+                        adam_betas=tuple(optimizer.adam_betas),
+                        weight_decay=optimizer.weight_decay,
+                        max_grad_norm=optimizer.max_grad_norm,
+                        num_warmup_steps=optimizer.num_warmup_steps,
+                        scheduler=optimizer.scheduler,
+                        num_training_steps=self._cfg.trainer.max_training_steps,
+                    ),
+                    lora=LoraSettings(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None,
+                    device=self._device,
+                    log_path=str(logs / f"learner-{rank}.log"),
+                )
+            )
+            for rank in range(world)
+        ]
+
+    def _engine_spec(self) -> EngineSpec:
+        engine = self._cfg.generator.inference_engine
+        return EngineSpec(
+            model=self._cfg.trainer.policy.model.path,
+            dtype=engine.model_dtype,
+            max_model_len=self._longest,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            prefix_caching=engine.enable_prefix_caching,
+            chunked_prefill=engine.enable_chunked_prefill,
+            seed=self._cfg.trainer.seed,
+            lora_rank=self._cfg.trainer.policy.model.lora.rank,
+            device=self._device,
+        )
+
+    def _start_teacher(self, logs: Path) -> TeacherClient:
+        teacher = self._cfg.thundersync.teacher
+        replicas = start_teachers(self._teacher_spec(), teacher.replicas, logs)
+        return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries)
+
+    def _teacher_spec(self) -> TeacherSpec:
+        teacher = self._cfg.thundersync.teacher
+        return TeacherSpec(
+            model=teacher.model,
+            backend=teacher.backend,
+            dtype=teacher.dtype,
+            max_model_len=self._longest,
+            prefix_cache=teacher.prefix_cache,
+            device=self._device,
+        )
+
+
+async def _await(reference):
+    return await reference
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -98,12 +98,11 @@ class ThunderSyncTrainer(RayPPOTrainer):
         groups: dict[str, int] = {}
         for trajectory in trajectories:
             groups[trajectory.group] = groups.get(trajectory.group, 0) + 1
-        teacher = self._cluster.begin_batch()
         update = Update(
             self._cluster.version,
             groups,
             self._cluster.ranks,
-            teacher,
+            self._cluster.teacher,
             self.cfg.thundersync.schedule,
             self._recorder.begin(self._cluster.version, groups) if self._recorder else None,
         )
@@ -144,9 +143,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         """Reduce over ranks, divide by N_k, clip, one optimizer step."""
         start = time.perf_counter()
         finish = self._cluster.finish(self._update.ledger)
-        status = update_metrics(
-            self._update, finish, time.perf_counter() - start, self._cluster.teacher_counters(self._update.ledger)
-        )
+        status = update_metrics(self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts())
         self.all_metrics.update(status)
         return status
 
@@ -183,7 +180,6 @@ class ThunderSyncExperiment(BasePPOExp):
     def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path) -> None:
         self._cluster, self._display, self._run_dir = cluster, display, run_dir
         super().__init__(cfg)
-        cluster.tokenizer = self.tokenizer
 
     def get_train_dataset(self) -> PromptDataset:
         return self._dataset(self.cfg.data.train_data)
@@ -202,6 +198,27 @@ class ThunderSyncExperiment(BasePPOExp):
                 f"trainer.max_prompt_length={self.cfg.trainer.max_prompt_length} tokens"
             )
         return dataset
+
+    def _setup_trainer(self) -> ThunderSyncTrainer:
+        """As SkyRL's, without its FSDP or Megatron workers, whose import needs packages that only CUDA machines have."""
+        Path(self.cfg.trainer.export_path).mkdir(parents=True, exist_ok=True)
+        Path(self.cfg.trainer.ckpt_path).mkdir(parents=True, exist_ok=True)
+        tracker = self.get_tracker()
+        client = self.get_inference_client()
+        trainer = self.get_trainer(
+            cfg=self.cfg,
+            tracker=tracker,
+            tokenizer=self.tokenizer,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            inference_engine_client=client,
+            generator=self.get_generator(self.cfg, self.tokenizer, client),
+            colocate_pg=self.colocate_pg,
+        )
+        trainer.trajectory_logger = self.get_trajectory_logger()
+        self.trainer = trainer
+        trainer.build_models()
+        return trainer
 
     def get_inference_client(self) -> TurnHook:
         client = self._cluster.rollout_client(super().get_inference_client)
