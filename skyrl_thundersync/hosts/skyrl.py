@@ -83,14 +83,14 @@ class LearnerDispatch:
 class ThunderSyncTrainer(RayPPOTrainer):
     """`RayPPOTrainer` whose gradient work overlaps its rollouts."""
 
-    def __init__(self, *args, cluster: Cluster, recorder: Recorder | None, **kwargs) -> None:
+    def __init__(self, *args, cluster: Cluster, display: Display, recorder: Recorder | None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._cluster, self._recorder = cluster, recorder
+        self._cluster, self._display, self._recorder = cluster, display, recorder
         self._update: Update | None = None
 
     def build_models(self, *_workers) -> None:
         self.dispatch = LearnerDispatch(self._cluster)
-        self.dispatch.on_published = self._record_step
+        self.dispatch.on_published = self._published
 
     async def generate(self, input_batch):
         """Rollouts and, beside them, the gradient work they release; returns when all of both is done."""
@@ -147,14 +147,15 @@ class ThunderSyncTrainer(RayPPOTrainer):
         self.all_metrics.update(status)
         return status
 
-    def _record_step(self, publish_s: float) -> None:
-        if self._update is not None:
+    def _published(self, publish_s: float) -> None:
+        if self._update is not None:  # None at the first publication, before any update
             self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks)))
+            self._display.update(self.global_step, self.total_training_steps, self.all_metrics)
             self._update = None
 
 
 class Progress(TrainingCallback):
-    """Progress lines and metrics.jsonl."""
+    """What SkyRL's tracker gets, also in metrics.jsonl; evaluations also on the screen."""
 
     def __init__(self, display: Display, metrics: MetricsFile) -> None:
         self._display, self._metrics = display, metrics
@@ -170,8 +171,6 @@ class Progress(TrainingCallback):
 
     def on_log(self, trainer, callback_input, control) -> None:
         self._metrics.write(callback_input.global_step, callback_input.logs)
-        if "thundersync/n_scored" in callback_input.logs:
-            self._display.update(callback_input.global_step, callback_input.total_steps, callback_input.logs)
 
 
 class ThunderSyncExperiment(BasePPOExp):
@@ -247,5 +246,6 @@ class ThunderSyncExperiment(BasePPOExp):
             generator=generator,
             colocate_pg=colocate_pg,
             cluster=self._cluster,
+            display=self._display,
             recorder=recorder,
         )

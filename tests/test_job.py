@@ -1,0 +1,92 @@
+"""The whole job on real parts: SkyRL's loop, vLLM, the teacher, sandboxes, two learner ranks, DeepSpeed."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_thundersync.analysis.equivalence import DELTA_TOLERANCE, TOLERANCE, report
+from skyrl_thundersync.analysis.record import load_batches
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory
+from tests import job
+
+UPDATES = 3
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = job.start(
+        tmp_path_factory.mktemp("job") / "a",
+        f"trainer.max_training_steps={UPDATES}",
+        f"trainer.eval_interval={UPDATES}",
+        f"trainer.hf_save_interval={UPDATES}",
+        "thundersync.record=true",
+        "thundersync.sandbox.latency_s=0.2",
+    )
+    assert run.wait(500) == 0, run.output()
+    return run
+
+
+def test_the_screen_shows_one_line_an_update_and_no_chatter(trained):
+    lines = trained.output().splitlines()
+    assert [line.split()[0] for line in lines if re.match(r" *\d+/\d+ ", line)] == [f"{k}/3" for k in (1, 2, 3)]
+    assert sum("held-out success after" in line for line in lines) == 2
+    assert not [line for line in lines if re.search(r"WARNING|INFO|DEBUG|Traceback", line)]
+    assert max(len(line) for line in lines if "|g|" in line or re.match(r" *\d+/\d+ ", line)) <= 80
+
+
+def test_nothing_is_left_behind(trained):
+    assert trained.left() == set()
+
+
+def test_metrics_agree_with_what_was_recorded(trained):
+    rows, batches = trained.updates(), load_batches(trained.run_dir / "record")
+    assert [row["thundersync/n_scored"] for row in rows] == [batch.n_scored for batch in batches]
+    for row in rows:
+        assert row["thundersync/stepped"] == 1.0
+        assert row["opd/teacher_tokens_ratio"] <= 1.1
+        assert row["logprob_gap/max"] < 1e-3
+        assert row["thundersync/work_before_rollouts_ended"] > 0
+        assert row["timing/update"] == pytest.approx(
+            row["timing/rollout"] + row["timing/tail"] + row["timing/suffix"], rel=1e-6
+        )
+
+
+def test_every_token_was_sampled_by_the_version_that_all_replicas_acknowledged_for_its_update(trained):
+    """A replica captures its version when it admits a request, and changes it only inside an acknowledged publication."""
+    batches = load_batches(trained.run_dir / "record")
+    assert [batch.version for batch in batches] == list(range(UPDATES))
+    for batch in batches:
+        assert {w.source.policy_version for w in batch.work if isinstance(w, Append)} == {batch.version}
+
+
+def test_both_ranks_worked_and_every_group_stayed_on_one(trained):
+    for batch in load_batches(trained.run_dir / "record"):
+        assert set(batch.ranks) == {0, 1}
+        home = {}
+        for work, rank in zip(batch.work, batch.ranks, strict=True):
+            group = work.group if isinstance(work, CloseGroup) else None
+            group = work.trajectory.group if isinstance(work, CloseTrajectory) else group
+            group = work.source.trajectory.group if isinstance(work, Append) else group
+            assert home.setdefault(group, rank) == rank
+
+
+def test_the_recorded_batches_give_the_textbook_gradient_and_the_synchronous_update(trained):
+    result = report(trained.run_dir, limit=2)
+    for dtype, tolerance in TOLERANCE.items():
+        assert max(result["relative_error"][dtype]) <= tolerance
+    assert max(max(pair) for pair in result["delta"]) <= DELTA_TOLERANCE
+
+
+def test_the_saved_model_is_the_trained_one_and_loads(trained):
+    (folder,) = (trained.run_dir / "exports").glob(f"global_step_{UPDATES}/policy")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert torch.isfinite(model(torch.tensor([tokenizer.encode("ls")])).logits).all()
+    start = AutoModelForCausalLM.from_pretrained(
+        trained.run_dir.parent.parent / "quickstart" / "student", dtype=torch.float32
+    )
+    moved = [float((a - b).abs().max()) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert min(moved) > 0
