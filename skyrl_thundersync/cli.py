@@ -125,9 +125,11 @@ def run(arguments: list[str], *, dry_run: bool = False, full: bool = False) -> i
 
 def enter_skyrl(arguments: list[str]) -> None:
     """SkyRL's own way in: its `main()` reads `sys.argv`, imports the entry point named there and calls its `main()`."""
-    sys.argv = ["skyrl.train.entrypoints.main_base", *arguments]
-    from skyrl.train.entrypoints import main_base
+    from skyrl_thundersync.quiet import quiet_imports
 
+    sys.argv = ["skyrl.train.entrypoints.main_base", *arguments]
+    with Console(stderr=True).status("loading SkyRL, vLLM and torch"), quiet_imports():
+        from skyrl.train.entrypoints import main_base
     main_base.main()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import HOST_DEFAULTS, apply_host_defaults, uses_cuda
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.presets import build_config, own_presets, resolve
+from skyrl_thundersync.quiet import quiet_imports
 from skyrl_thundersync.validate import option_problems, skyrl_agrees
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ def run(args: list[str], full: bool = False) -> int:
     Raises:
         ConfigError: the options cannot even be read.
     """
-    _hush()
     from skyrl_thundersync.config import TrainConfig
 
     console = Console()
-    with console.status("reading the configuration"):
+    with console.status("reading the configuration"), quiet_imports():
         cfg = build_config(args)
         apply_host_defaults(cfg)
         origins = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
@@ -114,20 +113,26 @@ def placement_table(cfg: TrainConfig) -> Table:
     lora = cfg.trainer.policy.model.lora.rank
     table.add_row(
         "learner",
-        f"{ranks} ranks",
+        _count(ranks, "rank"),
         placed,
         f"{ts.learner.dtype}, ZeRO-{ts.learner.zero_stage}{f', LoRA r={lora}' if lora else ''}",
     )
     table.add_row(
         "rollout",
-        f"{engine.num_engines} replicas",
+        _count(engine.num_engines, "replica"),
         f"{per_engine} GPU each" if device == "GPU" else placed,
         f"vLLM, {engine.model_dtype}, {cfg.trainer.train_batch_size} x {cfg.generator.n_samples_per_prompt} trajectories",
     )
     if ts.objective == "opd":
-        table.add_row("teacher", f"{ts.teacher.replicas} replicas", placed, f"{ts.teacher.backend}, {ts.teacher.dtype}")
+        table.add_row(
+            "teacher", _count(ts.teacher.replicas, "replica"), placed, f"{ts.teacher.backend}, {ts.teacher.dtype}"
+        )
     table.add_row("schedule", ts.schedule, "", f"{ts.objective}; run folder {ts.run_dir}")
     return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def learner_ranks(cfg: TrainConfig) -> int:
@@ -262,12 +267,3 @@ def _disk(cfg: TrainConfig) -> Check:
             "Free some, or set thundersync.run_dir.",
         )
     return Check("disk space", problems, f"{free / GIB:.0f} GiB free")
-
-
-def _hush() -> None:
-    """Keep the import-time chatter of vLLM, torch and SkyRL off the screen; nothing of theirs runs in a dry run."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    from loguru import logger
-
-    logger.remove()

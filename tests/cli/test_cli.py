@@ -132,7 +132,7 @@ def test_a_dry_run_checks_and_starts_nothing(arguments, capsys, monkeypatch):
         "trainer.train_batch_size=8",
         "opd/quickstart.yaml",
         "2 ranks",
-        "1 replicas",
+        "1 replica ",
         "teacher",
         "sandbox",
         "can start",

@@ -40,7 +40,7 @@ def test_the_installed_package_finds_its_own_presets(site):
 
 def test_metadata_names_licence_commands_and_plugin(site):
     distribution = PathDistribution(next(site.glob("skyrl_thundersync-*.dist-info")))
-    assert "Apache-2.0" in (distribution.metadata["License-Expression"] or distribution.metadata["License"])
+    assert distribution.metadata["License-Expression"] == "Apache-2.0"
     assert any(file.name == "LICENSE" for file in distribution.files)
     points = {(point.group, point.name): point.value for point in distribution.entry_points}
     assert points["console_scripts", "skyrl"] == points["console_scripts", "skyrl-thundersync"]

@@ -1,0 +1,30 @@
+"""Keep what vLLM, torch and SkyRL say while they are imported off the user's screen."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Inside, importing them prints no notices below errors; afterwards everything logs as it would have.
+
+    vLLM configures its logger from the environment when it is imported, so this process stays at errors while processes
+    started later, whose logs go to files, see the environment as it was.
+    """
+    from loguru import logger
+
+    name, before = "VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL")
+    torch_logger = logging.getLogger("torch")
+    level = torch_logger.level
+    os.environ[name] = before or "ERROR"
+    torch_logger.setLevel(logging.ERROR)
+    logger.disable("skyrl")
+    try:
+        yield
+    finally:
+        logger.enable("skyrl")
+        torch_logger.setLevel(level)
+        if before is None:
+            del os.environ[name]
