@@ -178,10 +178,14 @@ def _tasks(cfg: TrainConfig) -> Iterator[Check]:
     named += [("data.val_data", path) for path in cfg.data.val_data if cfg.trainer.eval_interval > 0]
     if not cfg.data.train_data:
         yield Check("tasks", ("data.train_data is empty: name at least one file of tasks.",))
+    wrong = False
     for option, path in named:
         problems = inputs.task_problems(option, path, cfg.environment.env_class)
         rows = sum(1 for _ in inputs.read_rows(Path(path))) if not problems and Path(path).is_file() else None
         yield Check(f"tasks {path}", tuple(problems), f"{rows} tasks" if rows is not None else "")
+        wrong = wrong or bool(problems)
+    if named and not wrong:
+        yield Check("enough tasks for a batch", tuple(inputs.batch_problems(cfg)))
 
 
 def _caught(action: Callable[[], Any]) -> tuple[str, ...]:

@@ -27,7 +27,26 @@ def input_problems(cfg: TrainConfig) -> list[str]:
             problems += task_problems("data.val_data", path, cfg.environment.env_class)
     if not cfg.data.train_data:
         problems.append("data.train_data=[]: there is nothing to train on. Name at least one file of tasks.")
-    return problems
+    return problems or batch_problems(cfg)
+
+
+def batch_problems(cfg: TrainConfig) -> list[str]:
+    """Whether the (readable) task files hold at least one batch."""
+    rows, wanted = _row_count(cfg.data.train_data), cfg.trainer.train_batch_size
+    if rows is None or rows >= wanted:
+        return []
+    return [
+        f"data.train_data has {rows} tasks and trainer.train_batch_size={wanted}: an update needs that many. Add tasks, or "
+        "lower the batch size."
+    ]
+
+
+def _row_count(paths: list[str]) -> int | None:
+    """Rows of all files together; None when one of them is a hub dataset."""
+    files = [Path(path).expanduser() for path in paths]
+    if not all(file.is_file() for file in files):
+        return None
+    return sum(1 for file in files for _ in read_rows(file))
 
 
 def models(cfg: TrainConfig) -> dict[str, str]:
@@ -79,11 +98,14 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
     """Whether a turn at the longest allowed input still fits the model: input + one turn ≤ its positions."""
-    context, turn = cfg.generator.max_input_length, cfg.generator.sampling_params.max_generate_length
+    turns = {"sampling_params": cfg.generator.sampling_params.max_generate_length}
+    if cfg.trainer.eval_interval > 0:
+        turns["eval_sampling_params"] = cfg.generator.eval_sampling_params.max_generate_length
+    block = max(turns, key=turns.__getitem__)
+    context, turn = cfg.generator.max_input_length, turns[block]
     longest = context + turn
     sum_text = (
-        "generator.max_input_length + generator.sampling_params.max_generate_length = "
-        f"{context} + {turn} = {longest} tokens"
+        f"generator.max_input_length + generator.{block}.max_generate_length = {context} + {turn} = {longest} tokens"
     )
     problems = []
     config = model_config(path)

@@ -50,7 +50,7 @@ def arguments(tmp_path_factory) -> list[str]:
         "+config=opd/quickstart",
         f"trainer.policy.model.path={write_model(folder / 'student')}",
         f"thundersync.teacher.model={write_model(folder / 'teacher')}",
-        f"data.train_data=[{write_tasks(folder / 'train.jsonl', {}, {})}]",
+        f"data.train_data=[{write_tasks(folder / 'train.jsonl', *[{}] * 8)}]",
         f"data.val_data=[{write_tasks(folder / 'val.jsonl', {})}]",
         f"thundersync.run_dir={folder / 'run'}",
     ]

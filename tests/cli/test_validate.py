@@ -175,6 +175,20 @@ def test_a_context_longer_than_the_model_is_refused(config, tmp_path, option):
     assert "1023" in problems[0]
 
 
+def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
+    config.thundersync.teacher.model = str(write_model(tmp_path / "short", positions=1100))
+    assert inputs.input_problems(config) == []
+    config.generator.eval_sampling_params.max_generate_length = 200
+    assert "generator.eval_sampling_params.max_generate_length = 976 + 200" in inputs.input_problems(config)[0]
+    config.trainer.eval_interval = -1
+    assert inputs.input_problems(config) == []
+
+
+def test_fewer_tasks_than_a_batch_are_refused(config, tmp_path):
+    config.data.train_data = [str(write_tasks(tmp_path / "few.jsonl", *[{}] * 7))]
+    assert "7 tasks and trainer.train_batch_size=8" in inputs.input_problems(config)[0]
+
+
 def test_a_context_longer_than_the_engine_is_refused(config):
     config.generator.inference_engine.engine_init_kwargs = {"max_model_len": 1000}
     assert "max_model_len is 1000" in inputs.input_problems(config)[0]
