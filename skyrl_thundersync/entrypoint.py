@@ -15,6 +15,7 @@ from pathlib import Path
 
 from skyrl_thundersync import logs
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.quiet import quiet_imports
 
 
 def main() -> None:
@@ -22,9 +23,10 @@ def main() -> None:
     from skyrl_thundersync.presets import build_config
     from skyrl_thundersync.validate import apply_host_defaults, validate
 
-    cfg = build_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-    apply_host_defaults(cfg)
-    validate(cfg)
+    with quiet_imports():
+        cfg = build_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
+        apply_host_defaults(cfg)
+        validate(cfg)
     raise SystemExit(train(cfg))
 
 
