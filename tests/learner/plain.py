@@ -143,7 +143,7 @@ def contexts(works: list) -> list[tuple[Append, list[int]]]:
 
 
 def plain_gradient(
-    folder: str, works: list, dtype=torch.float64, weight_of=None
+    folder: str, works: list, dtype=torch.float64, weight_of=None, model=None
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Σ over all turns of the gradient of −Σ w_t log π_θ, one whole context at a time; and the number of scored tokens.
 

@@ -10,13 +10,14 @@ import tempfile
 import torch
 from plain import batch, settings
 
-from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.stream.sources import Append, group_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)
 CASES = list(itertools.product((1, 2), (False, True), ("float32", "bfloat16")))
 STEPS = 3
+PROBE = list(range(3, 40))
 
 
 def spec(folder: str, rank: int, world: int, port: int, lora=None, optimizer=OPTIMIZER, **changes) -> RankSpec:
@@ -92,3 +93,64 @@ def in_processes(function, *arguments, world: int, timeout: float = 240.0) -> li
 def _child(function, arguments, rank, world, port, out):
     torch.set_num_threads(1)
     torch.save(function(*arguments, rank, world, port), f"{out}/{rank}")
+
+
+def lora(folder: str, out: str, rank: int, world: int, port: int) -> dict:
+    """Two LoRA updates: gradients of the second one, base weights before and after, saved adapter's log-probs."""
+    learner = LearnerRank(spec(folder, rank, world, port, LoraSettings(4, 8), dtype="float32", retain_gib=1.0))
+    frozen = {k: p.detach().clone() for k, p in learner.model.named_parameters() if not p.requires_grad}
+    for step in range(2):
+        for work in works_of(step):
+            learner.run(work)
+        adapter, gradient = parameters(learner), learner.gradient()
+        learner.finish()
+    for work in works_of(0):
+        learner.run(work)
+    learner.save_weights(out)
+    return {
+        "adapter": adapter,
+        "gradient": gradient,
+        "frozen_moved": any(not torch.equal(p, frozen[k]) for k, p in learner.model.named_parameters() if k in frozen),
+        "logps": learner.logps(PROBE),
+    }
+
+
+def full(folder: str, out: str, rank: int, world: int, port: int) -> dict:
+    """One update after an aborted batch, saved twice over the same folder; and how `finish` refuses."""
+    learner, errors = LearnerRank(spec(folder, rank, world, port, dtype="float32")), []
+    before = parameters(learner)
+    for work in works_of(1)[:3]:
+        learner.run(work)
+    try:
+        learner.finish()
+    except RuntimeError as error:
+        errors.append(str(error))
+    learner.abort_batch()
+    aborted_moved = any(not torch.equal(p, before[k]) for k, p in parameters(learner).items())
+    for step in (0, 1):
+        for work in works_of(step):
+            learner.run(work)
+        last = learner.finish()
+        learner.save_weights(out)
+    saved = learner.logps(PROBE)
+    with torch.no_grad():
+        next(learner.model.parameters()).view(-1)[5] += 1e-3
+    try:
+        learner.finish()
+    except RuntimeError as error:
+        errors.append(str(error))
+    return {"errors": errors, "aborted_moved": aborted_moved, "last": last, "logps": saved}
+
+
+def still(folder: str, rank: int, world: int, port: int) -> list:
+    """Five updates with learning rate 0 on the same batch: metrics of each."""
+    learner, found = (
+        LearnerRank(spec(folder, rank, world, port, dtype="float32", optimizer=OptimizerSettings(lr=0.0))),
+        [],
+    )
+    for _ in range(5):
+        done = [learner.run(work) for work in works_of(0)]
+        found.append(
+            (sum(d.sum_logp_gap for d in done), max(d.max_logp_gap for d in done), learner.finish()["grad_norm"])
+        )
+    return found

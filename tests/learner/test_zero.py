@@ -47,10 +47,10 @@ def test_three_steps_equal_torch_adamw(both_ranks, folder_of, case):
         optimizer.step()
         schedule.step()
         assert all(torch.equal(params[k], params1[k]) for k in params)
-        moved = sum(float((masters[k] - start[k]).square().sum()) for k in masters) ** 0.5
+        moved = sum(float((masters[k].detach() - start[k]).square().sum()) for k in masters) ** 0.5
         gap = sum(float((masters[k].to(dtype).float() - params[k]).square().sum()) for k in masters) ** 0.5
         if step:  # the first warm-up step has learning rate 0
-            assert gap <= (1e-6 if dtype == torch.float32 else 1e-2) * moved
+            assert gap <= (3e-6 if dtype == torch.float32 else 1e-2) * moved
         else:
             assert gap == 0.0
     assert clipped == STEPS

@@ -1,0 +1,80 @@
+"""Split attention equals one masked softmax, forward and backward, on every route."""
+
+import pytest
+import torch
+from plain import batch, distance, make_rank, plain_gradient
+
+from skyrl_thundersync.learner import attention
+from skyrl_thundersync.learner.attention import CPU_FLASH, PLAIN, Past, SplitCausal, kernel_for
+
+BOUND = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}
+
+
+def masked(q, k, v, scale):
+    """The textbook: repeated K/V, an explicit bottom-right causal mask, one softmax."""
+    r, n, p = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(r, 1) for x in (k, v))
+    hidden = torch.ones(n, p, dtype=torch.bool).triu(p - n + 1)
+    return torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf")), -1) @ v
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN], ids=["flash", "plain"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("pasts", [(), (7,), (7, 1, 30)])
+@pytest.mark.parametrize("inside", [0, 5])
+@pytest.mark.parametrize("n", [1, 9])
+def test_equals_one_masked_softmax(monkeypatch, dtype, kernel, heads, pasts, inside, n):
+    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: kernel)
+    torch.manual_seed(0)
+    (h, g), d = heads, 8
+    q = torch.randn(1, h, n, d, dtype=dtype, requires_grad=True)
+    parts = [[torch.randn(1, g, p, d, dtype=dtype, requires_grad=True) for _ in "kv"] for p in (*pasts, inside + n)]
+    cotangent, scale = torch.randn(1, h, n, d, dtype=dtype), 0.3
+    wide = [[x.detach().double().requires_grad_() for x in pair] for pair in parts]
+    q_wide = q.detach().double().requires_grad_()
+    expected = masked(q_wide, *(torch.cat([pair[i] for pair in wide], 2) for i in (0, 1)), scale)
+    expected.backward(cotangent.double())
+    deposits = [None] * len(pasts)
+
+    def sink(i):
+        return lambda dk, dv: deposits.__setitem__(i, (dk, dv))
+
+    views = tuple(Past(k.detach(), v.detach(), sink(i)) for i, (k, v) in enumerate(parts[:-1]))
+    out = SplitCausal.apply(q, *parts[-1], scale, views)
+    out.backward(cotangent)
+    close = {"rtol": BOUND[dtype], "atol": BOUND[dtype] * 3}
+    torch.testing.assert_close(out.detach().double(), expected.detach(), **close)
+    torch.testing.assert_close(q.grad.double(), q_wide.grad, **close)
+    for (dk, dv), (k, v) in zip([*deposits, [x.grad for x in parts[-1]]], wide, strict=True):
+        torch.testing.assert_close(dk.double(), k.grad, **close)
+        torch.testing.assert_close(dv.double(), v.grad, **close)
+
+
+def test_the_kernel_is_chosen_by_rule():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert kernel_for("cpu", dtype) is CPU_FLASH
+        assert kernel_for("cuda", dtype) is PLAIN
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe_lite"])
+def test_whole_gradient_on_the_explicit_route(monkeypatch, folder_of, family):
+    """The route that a device without the CPU kernel takes."""
+    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: PLAIN)
+    works = batch(seed=3)
+    plain, _ = plain_gradient(folder_of(family), works)
+    rank = make_rank(folder_of(family))
+    for work in works:
+        rank.run(work)
+    assert distance(rank.gradient(), plain) <= 1e-12
+
+
+def test_values_narrower_than_keys_are_handled_exactly(folder_of):
+    """MLA with value heads of another width than the keys."""
+    folder = folder_of("glm4_moe_lite", v_head_dim=6)
+    works = batch(seed=4)
+    plain, _ = plain_gradient(folder, works)
+    rank = make_rank(folder)
+    for work in works:
+        rank.run(work)
+    assert distance(rank.gradient(), plain) <= 1e-12

@@ -1,0 +1,180 @@
+"""A rank's life: LoRA, saving, aborted batches, finish's refusals, bad input, models without an exact cut."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from plain import VOCAB, batch, distance, make_rank, plain_gradient, plain_model, settings, trajectory
+from ranks import PROBE, full, in_processes, lora, still, works_of
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from skyrl_thundersync.learner.cut_state import layer_kinds
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId
+
+T0 = TrajectoryId("g", 0)
+
+
+def stock_logps(model, ids):
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+@pytest.mark.timeout(200)
+def test_lora_trains_the_adapter_alone_and_saves_it_whole(folder_of, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    folder, out = folder_of("qwen3"), tmp_path / "adapter"
+    (found,) = in_processes(lora, folder, str(out), world=1)
+    assert not found["frozen_moved"]
+    assert all("lora_" in name for name in found["gradient"])
+    plain = get_peft_model(
+        plain_model(folder, torch.float32),
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    ).eval()
+    plain.load_state_dict(found["adapter"], strict=False)
+    gradient, _ = plain_gradient("", works_of(1), torch.float32, model=plain)
+    assert distance(found["gradient"], {k: g for k, g in gradient.items() if "lora_" in k}) <= 3e-6
+    with safe_open(out / "adapter_model.safetensors", "pt") as file:
+        saved = {name.replace(".lora_A.weight", "").replace(".lora_B.weight", "") for name in file.keys()}  # noqa: SIM118
+    targets = {n for n, m in plain_model(folder, torch.float32).named_modules() if isinstance(m, torch.nn.Linear)}
+    assert saved == {f"base_model.model.{n}" for n in targets if n != "lm_head"}
+    again = PeftModel.from_pretrained(plain_model(folder, torch.float32), out).eval()
+    assert stock_logps(again, PROBE) == pytest.approx(found["logps"], abs=1e-5)
+    assert stock_logps(plain_model(folder, torch.float32), PROBE) != pytest.approx(found["logps"], abs=1e-4)
+
+
+@pytest.mark.timeout(200)
+def test_saved_weights_are_those_stepped_and_finish_refuses_what_is_wrong(folder_of, tmp_path):
+    folder, out = folder_of("qwen3"), tmp_path / "weights"
+    (found,) = in_processes(full, folder, str(out), world=1)
+    assert not found["aborted_moved"] and found["last"]["stepped"]
+    open_batch, changed = found["errors"]
+    assert "trajectory g0_0" in open_batch and "group g0" in open_batch
+    assert "parameters changed" in changed
+    assert stock_logps(plain_model(str(out), torch.float32), PROBE) == pytest.approx(found["logps"], abs=1e-5)
+    assert [p.name for p in tmp_path.iterdir()] == ["weights"]
+    missing = {p.name for p in Path(folder).iterdir()} - {p.name for p in out.iterdir()}
+    assert missing == set()
+
+
+@pytest.mark.timeout(200)
+def test_without_learning_the_gap_stays_flat(folder_of):
+    (found,) = in_processes(still, folder_of("qwen3"), world=1)
+    assert found == [found[0]] * 5
+
+
+def some(turns=({"action": 4}, {"context": 2, "action": 3})):
+    rng = random.Random(0)
+    return trajectory(rng, "g", 0, tuple(rng.randrange(VOCAB) for _ in range(5)), list(turns))
+
+
+def changed(work: Append, **fields) -> Append:
+    return Append(dataclasses.replace(work.source, **fields), work.scores)
+
+
+@pytest.fixture
+def rank(folder_of):
+    return make_rank(folder_of("qwen3"))
+
+
+def test_bad_sources_are_named(rank):
+    first, second = some()
+    with pytest.raises(ValueError, match=r"source g_0/turn0: token id 96 is outside the student's 96 embedding rows"):
+        rank.run(changed(first, action_ids=(1, 2, 96, 3)))
+    with pytest.raises(ValueError, match="source g_0/turn0: 4 teacher scores wanted, got none"):
+        rank.run(Append(first.source, None))
+    with pytest.raises(ValueError, match="source g_0/turn0: 4 teacher scores wanted, got 2"):
+        rank.run(Append(first.source, (0.0, 0.0)))
+    with pytest.raises(ValueError, match="source g_0/turn0: its context is empty"):
+        rank.run(changed(first, context_ids=()))
+    with pytest.raises(ValueError, match="source g_0/turn1: turn 0 of its trajectory was expected"):
+        rank.run(second)
+    rank.abort_batch()
+    rank.run(first)
+    with pytest.raises(ValueError, match="source g_0/turn1: repeats 99 tokens"):
+        rank.run(changed(second, prefix=99))
+    with pytest.raises(
+        ValueError, match="source g_0/turn1: sampled under policy version 1, but this batch is of version 0"
+    ):
+        rank.run(changed(second, policy_version=1))
+    with pytest.raises(ValueError, match="group g cannot close: open trajectories g_0"):
+        rank.run(CloseGroup("g"))
+    rank.run(CloseTrajectory(T0, 1.0))
+    with pytest.raises(ValueError, match="g_0 is closed already"):
+        rank.run(second)
+    with pytest.raises(ValueError, match="g_0 is closed already"):
+        rank.run(CloseTrajectory(T0, 1.0))
+
+
+def test_a_trajectory_without_turns_closes(rank):
+    assert rank.run(CloseTrajectory(T0, 0.0)).n_scored == 0
+    assert rank.run(CloseGroup("g")).n_scored == 0
+    assert rank.forest.open_names() == []
+
+
+def test_a_non_finite_gradient_names_its_work_and_leaves_the_rank_usable(rank, folder_of):
+    works = [*some(), CloseTrajectory(T0, 1.0), CloseGroup("g")]
+    handle = next(rank.model.parameters()).register_hook(lambda g: g * float("nan"))
+    rank.run(works[0])
+    rank.run(works[1])
+    with pytest.raises(FloatingPointError, match="trajectory g_0: its gradient is not finite"):
+        rank.run(works[2])
+    handle.remove()
+    rank.abort_batch()
+    for work in works:
+        rank.run(work)
+    plain, _ = plain_gradient(folder_of("qwen3"), works)
+    assert distance(rank.gradient(), plain) <= 1e-12
+
+
+def test_tied_parameters_have_one_place(folder_of):
+    rank = make_rank(folder_of("qwen3"))
+    names = [name for name, _, _ in rank.accumulator.layout.places]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert rank.accumulator.layout.size == sum(p.numel() for p in rank.model.parameters())
+
+
+def test_no_gradient_stays_on_the_parameters(rank):
+    for work in batch(seed=3):
+        rank.run(work)
+        assert all(p.grad is None for p in rank.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("mistral", {"sliding_window": 16}, "sliding-window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "'sliding_attention'"),
+        ("gemma2", {}, "sliding_attention"),
+        ("gpt_oss", {}, "sliding_attention"),
+        ("cohere", {"logit_scale": 0.25}, "logit_scale"),
+        ("bamba", {}, "not gated-delta"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type 'dynamic'",
+        ),
+    ],
+)
+def test_models_without_an_exact_cut_are_refused_by_name(family, fields, named):
+    with pytest.raises(NotImplementedError, match=f"{family}.*{named}"):
+        layer_kinds(AutoConfig.for_model(family, num_hidden_layers=4, **fields))
+
+
+def test_what_cannot_run_is_refused_before_the_model_loads(tmp_path, folder_of):
+    def build(path, objective="opd", **changes):
+        return LearnerRank(RankSpec(str(path), 0, 1, "127.0.0.1", 0, settings(**changes), objective))
+
+    with pytest.raises(FileNotFoundError, match=r"student model folder .* has no config.json"):
+        build(tmp_path)
+    with pytest.raises(ValueError, match="unknown objective 'ppo'"):
+        build(folder_of("qwen3"), "ppo")
+    with pytest.raises(ValueError, match="accumulator='fp8'"):
+        build(folder_of("qwen3"), accumulator="fp8")
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        build(folder_of("qwen3"), dtype="float16")
