@@ -161,14 +161,14 @@ def _edit(draw: _Draw) -> _Made:
     while new == old[which]:
         new = draw.number()
     files = {name: _text([f"{k}={v}" for k, v in zip(keys, old, strict=True)])}
-    change = f"s/{keys[which]}={old[which]}/{keys[which]}={new}/ {name}"
+    look, change = f"grep {keys[which]} {name}", f"s/{keys[which]}={old[which]}/{keys[which]}={new}/ {name}"
     after = files[name].replace(f"{keys[which]}={old[which]}\n", f"{keys[which]}={new}\n")
     return (
         f"In {name} set {keys[which]} to {new}.",
         files,
         _checker({name: after}),
-        (f"cat {name}", f"sed -i {change}", SUBMIT),
-        (f"cat {name}", f"sed {change}", SUBMIT),
+        (look, f"sed -i {change}", SUBMIT),
+        (look, f"sed {change}", SUBMIT),
         ((2, (f"sed -i {change}", SUBMIT)),),
     )
 
@@ -183,8 +183,8 @@ def _move(draw: _Draw) -> _Made:
         f"Move the csv file into {folder}/.",
         files,
         _checker(after, absent=(target,)),
-        ("ls", f"mv {target} {folder}", SUBMIT),
-        ("ls", f"cp {target} {folder}", SUBMIT),
+        ("ls *.csv", f"mv {target} {folder}", SUBMIT),
+        ("ls *.csv", f"cp {target} {folder}", SUBMIT),
         ((2, (f"rm {target}", SUBMIT)),),
     )
 
