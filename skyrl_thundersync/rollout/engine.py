@@ -132,7 +132,7 @@ class Replica:
                 f"{self._running} requests run" if self._running else f"version {self._publishing} is being published"
             )
             raise PublishRefusedError(f"{self._name}: version {version} cannot be published while {what}")
-        _check_folder(path, adapter=bool(self._spec.lora_rank))
+        check_folder(path, adapter=bool(self._spec.lora_rank))
         self._check_prompt("probe", probe_ids)
         self._publishing = version
         try:
@@ -214,7 +214,8 @@ def _sampling_params(sampling: dict[str, Any]) -> Any:
         raise RefusedRequestError(f"vLLM does not take the sampling parameters {fields}: {error}") from error
 
 
-def _check_folder(path: str, adapter: bool) -> None:
+def check_folder(path: str, adapter: bool) -> None:
+    """Raises FileNotFoundError when `path` holds no weights (no adapter) to publish."""
     wanted = "adapter_model.safetensors" if adapter else "*.safetensors"
     if not any(Path(path).glob(wanted)):
         raise FileNotFoundError(f"nothing to publish: no {wanted} in {path}")

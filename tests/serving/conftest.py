@@ -12,6 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine starve the engines
 
 import ray  # noqa: E402
 from models import byte_tokenizer, save, tiny_qwen3  # noqa: E402
@@ -67,7 +68,9 @@ def replicas(cluster, spec, host):
     """Two rollout actors serving `tied0`; tests that publish put it back."""
     from skyrl_thundersync.rollout.engine import start_replicas
 
-    return start_replicas(spec, 2, cluster)
+    actors = start_replicas(spec, 2, cluster)
+    ray.get([actor.ready.remote() for actor in actors])
+    return actors
 
 
 def random_ids(seed: int, count: int) -> list[int]:

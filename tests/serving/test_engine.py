@@ -13,7 +13,7 @@ from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import start_replicas
 from skyrl_thundersync.rollout.engine_thread import EngineFailedError, RefusedRequestError
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 SAMPLING = {
     "max_tokens": 24,

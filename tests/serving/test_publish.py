@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import PublishingError, PublishRefusedError
 from skyrl_thundersync.rollout.publish import StaleReplicaError, publish
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 PROBE = random_ids(0, 64)
 LONG = {"max_tokens": 600, "ignore_eos": True}
@@ -173,6 +174,7 @@ def test_adapters_are_published_by_version(host, spec, checkpoints, tokenizer, t
         client = LocalEngineClient([lora], tokenizer, "policy")
         expected = forward_logps(adapted.eval(), PROBE)
         asyncio.run(publish(str(folder), version, client, PROBE, expected, 1e-4))
+        shutil.rmtree(folder)  # what is served needs the folder no more
         sample = ray.get(lora.generate.remote("s", PROBE, {"max_tokens": 8}))
         assert sample.policy_version == version
         expected = forward_logps(adapted, PROBE + sample.ids)[-len(sample.ids) :]

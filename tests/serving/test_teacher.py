@@ -21,7 +21,7 @@ from skyrl_thundersync.teacher.preflight import (
 )
 from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, TeacherSpec
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 BACKENDS = ("vllm", "transformers")
 
