@@ -63,6 +63,7 @@ class Accumulator:
             gradient, p.grad = p.grad.detach().reshape(-1), None
             if self.exact:
                 place.add_(to_fixed(gradient).cpu())
+                check_sum(place)
                 return
             self._suspect += gradient.sum().to(self._suspect.dtype) * 0  # NaN once anything is not finite
             place.add_(gradient.cpu())
@@ -70,10 +71,8 @@ class Accumulator:
         return collect
 
     def check(self, work: str) -> None:
-        """Raises FloatingPointError naming `work` when a gradient it added was not finite; OverflowError in exact sums."""
-        if self.exact:
-            check_sum(self.flat)
-        elif not bool(torch.isfinite(self._suspect)):
+        """Raises FloatingPointError naming `work` when a gradient it added was not finite. (Exact sums refuse at once.)"""
+        if not self.exact and not bool(torch.isfinite(self._suspect)):
             self._suspect.zero_()
             raise FloatingPointError(
                 f"{work}: its gradient is not finite; this batch cannot be stepped, parameters are intact"

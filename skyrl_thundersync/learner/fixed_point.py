@@ -1,6 +1,7 @@
 """Fixed-point sums: round(x · 2^40) in int64. Integer addition is associative, so order and placement cannot matter.
 
-One unit is 2^-40, about 9.1e-13. A single value may be as large as 2^20; a sum beyond 2^22 is reported before it can wrap.
+One unit is 2^-40, about 9.1e-13. A single value must stay below 2^14 and a rank's sum below 2^16; up to 64 such sums add
+up across ranks without wrapping.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import torch
 
 BITS = 40
-LARGEST = 2.0**20
-SUM_LIMIT = 2 ** (BITS + 22)
+LARGEST = 2.0**14
+SUM_LIMIT = 2 ** (BITS + 16)
 
 
 def to_fixed(x: torch.Tensor) -> torch.Tensor:
-    """int64 of the same shape. Raises OverflowError for |x| ≥ 2^20 or a non-finite x."""
+    """int64 of the same shape. Raises OverflowError for |x| ≥ 2^14 or a non-finite x."""
     if x.numel() and not bool((x.abs() < LARGEST).all()):
         raise OverflowError(
             f"a gradient of magnitude {float(x.abs().max()):.3g} does not fit the exact accumulator (limit {LARGEST:.3g}); "
@@ -23,7 +24,7 @@ def to_fixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_sum(total: torch.Tensor) -> None:
-    """Raises OverflowError when a running sum has left the range in which one more addition cannot wrap."""
+    """Raises OverflowError when a running sum has left its range, long before it could wrap."""
     if total.numel() and bool((total.abs() >= SUM_LIMIT).any()):
         raise OverflowError("the exact accumulator overflowed; use thundersync.learner.accumulator=fp32")
 

@@ -123,16 +123,17 @@ class LearnerRank:
 
     def _run(self, work: Work, closing: set) -> WorkDone:
         start = time.perf_counter()
-        if isinstance(work, Append):
-            self._check_version(work)
-            name = f"source {work.source.name}"
-            tally = self.forest.append(work, work.source.trajectory in closing)
-        elif isinstance(work, CloseTrajectory):
-            name, tally = f"trajectory {work.trajectory}", self.forest.close_trajectory(work)
-        elif isinstance(work, CloseGroup):
-            name, tally = f"group {work.group}", self.forest.close_group(work)
-        else:
-            raise TypeError(f"not a work item: {work!r}")
+        name = _name(work)
+        try:
+            if isinstance(work, Append):
+                self._check_version(work)
+                tally = self.forest.append(work, work.source.trajectory in closing)
+            elif isinstance(work, CloseTrajectory):
+                tally = self.forest.close_trajectory(work)
+            else:
+                tally = self.forest.close_group(work)
+        except OverflowError as error:
+            raise OverflowError(f"{name}: {error}") from error
         self.accumulator.check(name)
         self.n_scored += tally.n_scored
         seconds = time.perf_counter() - start
@@ -308,6 +309,16 @@ class _stock_attention:
 
     def __exit__(self, *_):
         self.causal_lm.set_attn_implementation(attention.NAME)
+
+
+def _name(work: Work) -> str:
+    if isinstance(work, Append):
+        return f"source {work.source.name}"
+    if isinstance(work, CloseTrajectory):
+        return f"trajectory {work.trajectory}"
+    if isinstance(work, CloseGroup):
+        return f"group {work.group}"
+    raise TypeError(f"not a work item: {work!r}")
 
 
 def _done(seconds: float, tally: Tally) -> WorkDone:

@@ -103,6 +103,8 @@ class ZeroOptimizer:
     ):
         self.route, self.settings = route(stage, offload, dtype), settings
         os.environ.setdefault("LOCAL_RANK", "0")
+        if named[0][1].device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also on a machine that has a GPU
         import deepspeed  # slow to import, and only ranks that step need it
 
         # Its shared-memory collectives would be compiled at first use, and serve no reduce-scatter.
