@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plain import batch, distance, make_rank, plain_gradient
+from plain import FAMILIES, batch, distance, make_rank, plain_gradient
 
 from skyrl_thundersync.learner import attention
 from skyrl_thundersync.learner.attention import CPU_FLASH, PLAIN, Past, SplitCausal, kernel_for
@@ -78,3 +78,10 @@ def test_values_narrower_than_keys_are_handled_exactly(folder_of):
     for work in works:
         rank.run(work)
     assert distance(rank.gradient(), plain) <= 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.25)])
+def test_log_probs_through_cut_states_are_the_models_own(folder_of, family, dtype, bound):
+    """Largest gap between the cut and the uncut forward on a sharp model; every rank measures it when it starts."""
+    assert make_rank(folder_of(family), dtype=dtype).stats()["cut_gap"] <= bound
