@@ -16,15 +16,14 @@ def quiet_imports() -> Iterator[None]:
     from loguru import logger
 
     name, before = "VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL")
-    torch_logger = logging.getLogger("torch")
-    level = torch_logger.level
+    disabled = logging.root.manager.disable
     os.environ[name] = before or "ERROR"
-    torch_logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # torch sets the levels of its own loggers while it is imported
     logger.disable("skyrl")
     try:
         yield
     finally:
         logger.enable("skyrl")
-        torch_logger.setLevel(level)
+        logging.disable(disabled)
         if before is None:
             del os.environ[name]

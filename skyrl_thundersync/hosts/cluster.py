@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
+from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
+from skyrl.train.utils.utils import prepare_runtime_environment
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
@@ -27,6 +29,7 @@ from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import EngineSpec, start_replicas
 from skyrl_thundersync.rollout.publish import publish
+from skyrl_thundersync.rollout.servers import ServerPublisher
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
 from skyrl_thundersync.stream.sources import Work, WorkDone
 from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, start_teachers
@@ -61,7 +64,7 @@ class Cluster:
         self._cfg, self._run_dir, self._display = cfg, run_dir, display
         self._device = "cuda" if uses_cuda(cfg) else "cpu"
         self._publish_dir = run_dir / "published"
-        self._target: LocalEngineClient | None = None
+        self._target: LocalEngineClient | ServerPublisher | None = None
         self._learners: list = []
         self._teacher: TeacherClient | None = None
         self._served: int | None = None
@@ -79,7 +82,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",
-            runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
+            runtime_env={"env_vars": self._environment()},
         )
         return self
 
@@ -95,22 +98,28 @@ class Cluster:
         begin = time.perf_counter()
         logs = self._run_dir / "logs"
         self._learners = self._start_learners(logs)
-        engines = start_replicas(self._engine_spec(), self._cfg.generator.inference_engine.num_engines, logs)
-        self._target = LocalEngineClient(engines, tokenizer, self._cfg.trainer.policy.model.path)
+        count = self._cfg.generator.inference_engine.num_engines
+        if self._device == "cpu":
+            replicas = start_replicas(self._engine_spec(), count, logs)
+            self._target = LocalEngineClient(replicas, tokenizer, self._cfg.trainer.policy.model.path)
         self.ranks = [RankHandle(actor) for actor in self._learners]
         if self._cfg.thundersync.objective == "opd":
             self._teacher = self._start_teacher(logs)
         rng = random.Random(self._cfg.trainer.seed)
         self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]
         asyncio.run(self._ready())
-        parts = f"{len(self.ranks)} learner ranks, {len(engines)} rollout replicas"
+        parts = [f"{len(self.ranks)} learner ranks"]
+        if self._device == "cpu":
+            parts.append(f"{count} rollout replica{'s' * (count > 1)}")
         if self._teacher:
-            parts += f", {self._cfg.thundersync.teacher.replicas} teacher replicas"
-        self._display.say(f"{parts} up in {time.perf_counter() - begin:.0f} s on {self._device}")
+            count = self._cfg.thundersync.teacher.replicas
+            parts.append(f"{count} teacher replica{'s' * (count > 1)}")
+        self._display.say(f"{', '.join(parts)} up in {time.perf_counter() - begin:.0f} s on {self._device}")
 
     async def _ready(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._target.ready())
+            if self._target is not None:
+                tasks.create_task(self._target.ready())
             for actor in self._learners:
                 tasks.create_task(_await(actor.stats.remote()))
             if self._teacher:
@@ -126,9 +135,21 @@ class Cluster:
         tolerance = 1e-3 if self._cfg.thundersync.teacher.dtype == "float32" else 0.2
         await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
 
-    def rollout_client(self, _host_client: Callable) -> LocalEngineClient:
-        """The client that samples: the replicas started here."""
-        return self._target
+    def rollout_client(self, host_client: Callable[[], InferenceEngineInterface]) -> InferenceEngineInterface:
+        """The client that samples: the replicas started here or, with GPUs, the host's own inference servers.
+
+        The route over the host's servers has not been run on a GPU.
+        """
+        if self._device == "cpu":
+            return self._target
+        client = host_client()
+        self._target = ServerPublisher(client, lora=self._cfg.trainer.policy.model.lora.rank > 0)
+        return client
+
+    def _environment(self) -> dict[str, str]:
+        """Environment variables of every actor."""
+        own = {"TOKENIZERS_PARALLELISM": "false"}
+        return own if self._device == "cpu" else {**prepare_runtime_environment(self._cfg), **own}
 
     @property
     def teacher(self) -> TeacherClient | None:

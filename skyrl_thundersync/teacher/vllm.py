@@ -12,6 +12,7 @@ import itertools
 from typing import Any
 
 import ray
+from transformers import AutoConfig
 
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.rollout.engine_thread import EngineSpec, EngineThread, build_engine, logprobs_of
@@ -30,8 +31,7 @@ class VllmReplica:
             EngineSpec(
                 model=spec.model,
                 dtype=spec.dtype,
-                # vLLM samples one token more than it scores
-                max_model_len=None if spec.max_model_len is None else spec.max_model_len + 1,
+                max_model_len=_context_limit(spec),
                 max_num_seqs=spec.max_num_seqs,
                 max_num_batched_tokens=spec.max_num_batched_tokens,
                 prefix_caching=spec.prefix_cache,
@@ -112,3 +112,14 @@ class VllmReplica:
 
 
 VllmTeacher = ray.remote(num_cpus=0, max_concurrency=4096)(VllmReplica)
+
+
+def _context_limit(spec: TeacherSpec) -> int | None:
+    """vLLM samples one token more than it scores: one more than asked for, where the model has a position for it.
+
+    Where it has none, `ready` reports the shorter limit and the preflight refuses the run.
+    """
+    if spec.max_model_len is None:
+        return None
+    positions = AutoConfig.from_pretrained(spec.model).get_text_config().max_position_embeddings
+    return min(spec.max_model_len + 1, positions)
