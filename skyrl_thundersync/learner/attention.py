@@ -20,6 +20,10 @@ NAME = "thundersync_cut"
 """What this attention is called in `config._attn_implementation`."""
 
 
+SPAN = 4096
+"""Keys of an in-line past met per kernel call; bounds the scores that the explicit route forms."""
+
+
 class Past(NamedTuple):
     """Keys and values of one earlier segment, in one layer, and where their gradient goes.
 
@@ -103,6 +107,12 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.reshape(1, groups, -1, *x.shape[3:])
 
 
+def _spans(k: torch.Tensor, v: torch.Tensor, inside: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The first `inside` keys and values in runs of at most SPAN."""
+    cuts = [slice(a, min(a + SPAN, inside)) for a in range(0, inside, SPAN)]
+    return [(k[:, :, cut], v[:, :, cut]) for cut in cuts]
+
+
 class SplitCausal(torch.autograd.Function):
     """q [1, H, n, D]; k, v [1, G, p + n, D]; pasts: further keys and values that every query sees. → [1, H, n, D].
 
@@ -115,9 +125,7 @@ class SplitCausal(torch.autograd.Function):
         inside, r = k.shape[2] - n, q.shape[1] // groups
         kernel = kernel_for(q.device.type, q.dtype)
         out, lse = kernel.forward(q, _spread(k[:, :, inside:], r), _spread(v[:, :, inside:], r), True, scale)
-        parts = [(past.keys, past.values) for past in pasts]
-        if inside:
-            parts.append((k[:, :, :inside], v[:, :, :inside]))
+        parts = [(past.keys, past.values) for past in pasts] + _spans(k, v, inside)
         if parts:
             merged, grouped = out.to(lse.dtype), _grouped(q, groups)
             for keys, values in parts:
@@ -153,10 +161,13 @@ class SplitCausal(torch.autograd.Function):
                 dq_p, dk_p, dv_p = backward(past.keys, past.values)
                 dq += dq_p.reshape(dq.shape)
                 past.deposit(dk_p, dv_p)
-            if inside:
-                dq_p, dk_p, dv_p = backward(k[:, :, :inside], v[:, :, :inside])
+            dks, dvs = [], []
+            for keys, values in _spans(k, v, inside):
+                dq_p, dk_p, dv_p = backward(keys, values)
                 dq += dq_p.reshape(dq.shape)
-                dk, dv = torch.cat([dk_p, dk], 2), torch.cat([dv_p, dv], 2)
+                dks.append(dk_p)
+                dvs.append(dv_p)
+            dk, dv = torch.cat([*dks, dk], 2), torch.cat([*dvs, dv], 2)
             dq = dq.to(q.dtype)
         return dq, dk, dv, None, None
 
