@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from skyrl_thundersync.stream.ledger import Ledger
@@ -61,7 +61,7 @@ _NO_MORE_TURNS = object()
 class Clock:
     """Moments of one update, seconds on one monotonic clock."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     rollouts_ended: float | None = None
     drained: float | None = None
 
@@ -86,6 +86,8 @@ class Update:
         teacher: None for objectives without one.
         schedule: "thundersync", "group" or "sync" (stream/release.py).
         record: called with (rank, work) in release order, to keep the batch for replay.
+        cap: groups that may hold state on a rank at once (stream/admission.py); None: any number.
+        now: the clock, in seconds; the simulator brings a virtual one.
     """
 
     def __init__(
@@ -96,16 +98,19 @@ class Update:
         teacher: Teacher | None,
         schedule: str,
         record: Recorder | None = None,
+        cap: int | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.ledger = Ledger(version, groups)
-        self.clock = Clock()
+        self._now = now
+        self.clock = Clock(now())
         self.acknowledged: list[WorkDone] = []
         self.done_before_rollouts_ended = 0
         self.busy_s = [0.0] * len(ranks)
         self._ranks, self._teacher, self._record = ranks, teacher, record
         self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
         self._placement = Placement(len(ranks))
-        self._queue = ReadyQueue(len(ranks))
+        self._queue = ReadyQueue(len(ranks), cap)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
 
@@ -123,11 +128,11 @@ class Update:
                     followers.create_task(self._follow(trajectory))
                 result = await rollouts
                 self.ledger.require_closed()
-                self.clock.rollouts_ended = time.perf_counter()
+                self.clock.rollouts_ended = self._now()
                 for work in self._gate.rollouts_ended():
                     self._enqueue(work)
             self._queue.close()
-        self.clock.drained = time.perf_counter()
+        self.clock.drained = self._now()
         self.ledger.require_complete()
         return result
 
@@ -172,6 +177,7 @@ class Update:
             for work, done in zip(items, await self._ranks[rank].run(items), strict=True):
                 self.ledger.acknowledged(work)
                 self._placement.acknowledged(work)
+                self._queue.acknowledged(rank, work)
                 self.acknowledged.append(done)
                 self.busy_s[rank] += done.seconds
                 self.done_before_rollouts_ended += self.clock.rollouts_ended is None

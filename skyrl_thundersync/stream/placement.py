@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 from skyrl_thundersync.stream.sources import Append, CloseGroup, Work, group_of
@@ -12,27 +13,55 @@ class Placement:
     """Sticky by group; a new group goes to the rank with the fewest outstanding tokens, then fewest open groups.
 
     A token is outstanding from the release of its source until its group is swept: that is how long it binds the rank.
+    A decision costs O(log ranks) amortised: loads mostly grow, so the heap holds what they were and is corrected when read.
     """
 
     ranks: int
     _rank_of: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
+    _load: list[tuple[int, int, int]] = field(init=False)
+    _entry: list[tuple[int, int, int]] = field(init=False)
+    _heap: list[tuple[int, int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._load = [(0, 0, rank) for rank in range(self.ranks)]  # tokens, groups, rank
+        self._entry, self._heap = list(self._load), list(self._load)
 
     def rank(self, work: Work) -> int:
         """The rank for `work`, which is now outstanding there."""
         group = group_of(work)
-        if group not in self._rank_of:
-            self._rank_of[group] = min(range(self.ranks), key=self._load)
+        rank = self._rank_of.get(group)
+        if rank is None:
+            rank = self._rank_of[group] = self._least_loaded()
             self._tokens[group] = 0
+            self._add(rank, 0, 1)
         if isinstance(work, Append):
-            self._tokens[group] += len(work.source.context_ids) + len(work.source.action_ids)
-        return self._rank_of[group]
+            tokens = len(work.source.context_ids) + len(work.source.action_ids)
+            self._tokens[group] += tokens
+            self._add(rank, tokens, 0)
+        return rank
 
     def acknowledged(self, work: Work) -> None:
         """The rank is done with `work`; a swept group binds nothing any more."""
         if isinstance(work, CloseGroup):
-            del self._rank_of[work.group], self._tokens[work.group]
+            rank = self._rank_of.pop(work.group)
+            self._add(rank, -self._tokens.pop(work.group), -1)
+            self._entry[rank] = self._load[rank]
+            heapq.heappush(self._heap, self._load[rank])
 
-    def _load(self, rank: int) -> tuple[int, int, int]:
-        groups = [group for group, at in self._rank_of.items() if at == rank]
-        return sum(self._tokens[group] for group in groups), len(groups), rank
+    def _add(self, rank: int, tokens: int, groups: int) -> None:
+        had_tokens, had_groups, _ = self._load[rank]
+        self._load[rank] = (had_tokens + tokens, had_groups + groups, rank)
+
+    def _least_loaded(self) -> int:
+        """Each rank's own entry is at most its load, so the first own entry that equals its load is the least of all."""
+        while True:
+            first = self._heap[0]
+            rank = first[2]
+            if first != self._entry[rank]:
+                heapq.heappop(self._heap)  # what a rank had before it became lighter
+            elif first != self._load[rank]:
+                self._entry[rank] = self._load[rank]
+                heapq.heapreplace(self._heap, self._load[rank])
+            else:
+                return rank

@@ -1,4 +1,4 @@
-"""The ready queues, one a rank: work-conserving, in ready order.
+"""The ready queues, one a rank: work-conserving, in ready order, behind the rank's admission cap.
 
 Ready order keeps what must stay in order: a trajectory's turns become ready in turn order and its close after them,
 and a group's work stays on one rank.
@@ -9,20 +9,33 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from skyrl_thundersync.stream.admission import Admission
+from skyrl_thundersync.stream.sources import Work
+
 
 class ReadyQueue:
-    """Ready work per rank; `take` waits only while its rank has nothing to do. Single event loop, not thread-safe."""
+    """Ready work per rank; `take` waits only while its rank has nothing to do. Single event loop, not thread-safe.
 
-    def __init__(self, ranks: int) -> None:
+    Args:
+        ranks: learner ranks.
+        cap: groups that may hold state on a rank at once (stream/admission.py); None: any number.
+    """
+
+    def __init__(self, ranks: int, cap: int | None = None) -> None:
         self._items: list[deque] = [deque() for _ in range(ranks)]
+        self._admission = [Admission(cap) for _ in range(ranks)]
         self._wake = [asyncio.Event() for _ in range(ranks)]
         self._closed = False
 
-    def put(self, rank: int, work) -> None:
+    def put(self, rank: int, work: Work) -> None:
         if self._closed:
             raise RuntimeError("work was put into a ready queue after the batch had closed")
-        self._items[rank].append(work)
+        self._items[rank].extend(self._admission[rank].offer(work))
         self._wake[rank].set()
+
+    def acknowledged(self, rank: int, work: Work) -> None:
+        """The rank finished `work`, which may make room for a group that waits."""
+        self._items[rank].extend(self._admission[rank].acknowledged(work))
 
     def close(self) -> None:
         """No work can follow; `take` returns empty lists once its queue is drained."""
@@ -30,13 +43,17 @@ class ReadyQueue:
         for event in self._wake:
             event.set()
 
-    async def take(self, rank: int, most: int) -> list:
+    async def take(self, rank: int, most: int) -> list[Work]:
         """The next ready items of `rank`, at least one and at most `most`; empty when closed and drained."""
         while not self._items[rank] and not self._closed:
             self._wake[rank].clear()
             await self._wake[rank].wait()
+        return self.take_ready(rank, most)
+
+    def take_ready(self, rank: int, most: int) -> list[Work]:
+        """What is ready on `rank` now, at most `most` items, without waiting."""
         items = self._items[rank]
         return [items.popleft() for _ in range(min(most, len(items)))]
 
     def waiting(self, rank: int) -> int:
-        return len(self._items[rank])
+        return len(self._items[rank]) + self._admission[rank].waiting

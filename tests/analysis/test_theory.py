@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_thundersync.analysis import theory
@@ -19,6 +19,7 @@ def recursion(release, service):
     return out
 
 
+@settings(deadline=None)
 @given(jobs)
 def test_completion_times_are_the_recursion_and_the_maximum_formula(pairs):
     release, service = map(np.array, zip(*pairs, strict=True))
@@ -28,6 +29,7 @@ def test_completion_times_are_the_recursion_and_the_maximum_formula(pairs):
     assert times[-1] == pytest.approx(formula, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(jobs, st.floats(1, 60))
 def test_the_tail_of_a_trace_is_the_tail_of_its_release_law_and_within_its_bounds(pairs, rollout):
     release, service = map(np.array, zip(*sorted(pairs), strict=True))
@@ -41,6 +43,7 @@ def test_the_tail_of_a_trace_is_the_tail_of_its_release_law_and_within_its_bound
     assert low - 1e-9 <= lam <= high + 1e-9
 
 
+@settings(deadline=None)
 @given(shape, st.integers(1, 16), st.floats(0, 4))
 def test_both_release_laws_are_distributions_whose_tails_keep_the_bounds(parameters, count, rho):
     gamma, share, skew = parameters
@@ -114,6 +117,7 @@ def test_what_waits_for_its_group_or_its_close_costs_tail():
     assert np.all(np.diff(turns) < 0)
 
 
+@settings(deadline=None)
 @given(shape, st.integers(1, 16), st.floats(0, 4))
 def test_close_release_laws_have_close_tails(parameters, count, rho):
     gamma, share, skew = parameters
