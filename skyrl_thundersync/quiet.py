@@ -14,16 +14,19 @@ def quiet_imports() -> Iterator[None]:
     started later, whose logs go to files, see the environment as it was.
     """
     from loguru import logger
+    from transformers.utils import logging as transformers_logging
 
     name, before = "VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL")
     disabled = logging.root.manager.disable
     os.environ[name] = before or "ERROR"
     logging.disable(logging.WARNING)  # torch sets the levels of its own loggers while it is imported
     logger.disable("skyrl")
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         logger.enable("skyrl")
+        transformers_logging.enable_progress_bar()
         logging.disable(disabled)
         if before is None:
             del os.environ[name]

@@ -13,6 +13,7 @@ import json
 import socket
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_thundersync.analysis.record import Batch, load_batches
 from skyrl_thundersync.analysis.reference import opd_gradient, relative_error
+from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.stream.sources import CloseGroup, group_of
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
@@ -134,10 +136,10 @@ def gradient_errors(model: str, batches: list[Batch], world: int) -> dict[str, l
     """By dtype, the relative error of each batch's streamed gradient at θ_0 against the textbook's in the same dtype."""
     errors: dict[str, list[float]] = {}
     for dtype in TOLERANCE:
-        reference = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="eager" if dtype == "float64" else "sdpa"
-        ).eval()
-        with Ranks(model, world, Settings(dtype), None) as ranks:
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        # Transformers runs norms and rotary angles in FP32 even for FP64 models; a check at 1e-12 must not.
+        precision = all_double() if dtype == "float64" else nullcontext()
+        with Ranks(model, world, Settings(dtype), None) as ranks, precision:
             errors[dtype] = [
                 relative_error(ranks.gradient(batch), opd_gradient(reference, batch)[0]) for batch in batches
             ]

@@ -77,8 +77,8 @@ class Cluster:
         # Ray lowers its workers' priority, for drivers that people type into; here they are the work.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
-            # Actors say what devices they need; on CPU they share the cores and ask for none.
-            num_cpus=None if self._device == "cuda" else 1,
+            # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
+            num_cpus=None if self._device == "cuda" else 8,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",
