@@ -1,0 +1,266 @@
+"""Simulated machines: rollout replicas, teachers and learner ranks as service times, no tokens and no model.
+
+A replica batches continuously: one decode step costs `a + b · running` seconds and gives every running request one token;
+prefill stalls it. A teacher scores in arrival order. A learner rank pays what DESIGN.md §3 lists, by the rules of
+learner/sweep.py: turns wait for each other until a block is worth a forward, close sweeps, graphs are kept within a budget.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from skyrl_thundersync.analysis.virtual_time import Timers
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work
+
+BACKWARD = 2.0
+"""A backward costs twice its forward (DESIGN.md §3)."""
+WHOLE = math.inf
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processes and their speeds. Rates are tokens a second of one process; a process may span several devices.
+
+    Attributes:
+        ranks, replicas, teachers: learner ranks, rollout replicas, teacher replicas (0: no teacher, GRPO).
+        slots: trajectories a replica runs at once; the rest wait for a free slot, in waves. None: any number.
+        decode_rate, decode_peak: decode rate of a single request, and of a replica with very many.
+        prefill_rate: context tokens a replica prefills a second; its decoding stands still meanwhile.
+        teacher_rate, teacher_latency_s: tokens scored a second, in order, and what a request takes beside that.
+        learner_rate: tokens forwarded and backwarded once a second, at the start of a context.
+        past_tokens: context length at which attention doubles the cost of a token; None: it costs nothing.
+        item_s: fixed cost of one work item on a rank.
+        block_tokens, retain_tokens: as thundersync.learner.{block_tokens, retain_gib}; the budget in tokens of graph.
+        sweep_at_close: sweep a trajectory when it closes (OPD), not with its group (GRPO until rewards are known).
+        suffix_s: P_k: reduction, step and publication.
+    """
+
+    ranks: int = 4
+    replicas: int = 2
+    teachers: int = 2
+    slots: int | None = None
+    decode_rate: float = 60.0
+    decode_peak: float = 3000.0
+    prefill_rate: float = 20_000.0
+    teacher_rate: float = 10_000.0
+    teacher_latency_s: float = 0.05
+    learner_rate: float = 1000.0
+    past_tokens: float | None = None
+    item_s: float = 0.002
+    block_tokens: int = 640
+    retain_tokens: int = 0
+    sweep_at_close: bool = True
+    suffix_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "replicas", "decode_rate", "decode_peak", "prefill_rate", "teacher_rate", "learner_rate"):
+            _require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        for name in ("teachers", "teacher_latency_s", "item_s", "block_tokens", "retain_tokens", "suffix_s"):
+            _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        for name in ("slots", "past_tokens"):
+            value = getattr(self, name)
+            _require(name, value, value is None or value > 0, "above 0, or none")
+        _require("decode_peak", self.decode_peak, self.decode_peak >= self.decode_rate, "at least decode_rate")
+
+    def under(self, schedule: str) -> Machine:
+        """With the block size the schedule uses: those that run after the rollouts forward a trajectory whole."""
+        return self if schedule == "thundersync" else replace(self, block_tokens=WHOLE)
+
+
+def _require(name: str, value, holds: bool, what: str) -> None:
+    if not holds or (isinstance(value, float) and math.isnan(value)):
+        raise ValueError(f"machine: {name}={value!r} must be {what}")
+
+
+class Replica:
+    """Processor sharing: all running requests progress at the same rate, so they finish in order of progress + length.
+
+    Args:
+        done: called with the request's key when its last token is sampled.
+    """
+
+    def __init__(self, timers: Timers, machine: Machine, done: Callable[[int], None]) -> None:
+        self._timers, self._done = timers, done
+        self._per_request = 1 / machine.decode_peak
+        self._step = 1 / machine.decode_rate - self._per_request
+        self._prefill_s = 1 / machine.prefill_rate
+        self._running: list[tuple[float, int, int]] = []  # progress at which it ends, arrival, key
+        self._progress = self._stall = self._at = 0.0
+        self._arrivals, self._timer = 0, math.inf
+
+    def submit(self, key: int, tokens: int, prefill: int) -> None:
+        """Sample `tokens` after prefilling `prefill` new context tokens."""
+        self._advance()
+        self._stall += prefill * self._prefill_s
+        self._arrivals += 1
+        heapq.heappush(self._running, (self._progress + tokens, self._arrivals, key))
+        self._schedule()
+
+    @property
+    def _token_s(self) -> float:
+        return self._step + self._per_request * len(self._running)
+
+    def _advance(self) -> None:
+        now = self._timers.time()
+        stalled = min(self._stall, now - self._at)
+        self._stall -= stalled
+        if self._running:
+            self._progress += (now - self._at - stalled) / self._token_s
+        self._at = now
+
+    def _schedule(self) -> None:
+        """One timer, never later than the next end; arrivals mostly move that end back, so it is looked at when due."""
+        due = self._at + self._stall + max(0.0, self._running[0][0] - self._progress) * self._token_s
+        if due < self._timer:
+            self._timer = due
+            self._timers.call_at(due, self._fire, due)
+
+    def _fire(self, due: float) -> None:
+        if due != self._timer:
+            return  # an earlier timer took its place
+        self._timer = math.inf
+        self._advance()
+        ended = []
+        while self._running and self._running[0][0] <= self._progress + 1e-6:
+            ended.append(heapq.heappop(self._running)[2])
+        if self._running:
+            self._schedule()
+        for key in ended:
+            self._done(key)
+
+
+class TeacherReplica:
+    """Scores in arrival order."""
+
+    def __init__(self, timers: Timers, machine: Machine) -> None:
+        self._timers, self._token_s, self._latency_s = timers, 1 / machine.teacher_rate, machine.teacher_latency_s
+        self._free = 0.0
+
+    def score(self, tokens: int, done: Callable[..., None], *args) -> None:
+        """Call `done(*args)` when `tokens` new tokens are scored."""
+        self._free = max(self._free, self._timers.time()) + tokens * self._token_s
+        self._timers.call_at(self._free + self._latency_s, done, *args)
+
+
+@dataclass(eq=False, slots=True)
+class _Path:
+    """A trajectory's (or prompt's) tokens on a rank: pending ones, and those run, with their forwards' cost in seconds."""
+
+    past: int = 0
+    pending: int = 0
+    run: int = 0
+    run_s: float = 0.0
+    kept: int = 0
+    kept_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    prompt: _Path | None = None
+    open: dict[int, _Path] = field(default_factory=dict)
+    closed: list[_Path] = field(default_factory=list)
+
+
+class Learner:
+    """One learner rank's clock and memory.
+
+    Attributes:
+        state_tokens, state_tokens_peak: tokens whose cut states it holds, now and at most.
+        groups_peak: groups that held state at once, at most.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._forward_s = 1 / machine.learner_rate / (1 + BACKWARD)
+        self._past_s = 0.0 if machine.past_tokens is None else self._forward_s / machine.past_tokens
+        self._groups: dict[str, _Group] = {}
+        self._kept: deque[tuple[_Path, int, float]] = deque()
+        self._kept_tokens = 0
+        self.state_tokens = self.state_tokens_peak = self.groups_peak = 0
+
+    def run(self, works: list[Work]) -> list[float]:
+        """Do work items in order; busy seconds of each."""
+        closing = {work.trajectory for work in works if isinstance(work, CloseTrajectory)}
+        return [self._machine.item_s + self._run(work, closing) for work in works]
+
+    def _run(self, work: Work, closing: set[TrajectoryId]) -> float:
+        if isinstance(work, Append):
+            return self._append(work, work.source.trajectory in closing)
+        if isinstance(work, CloseGroup):
+            group = self._groups.pop(work.group, None) or _Group()
+            seconds = sum(map(self._sweep, group.closed))
+            return seconds + (self._sweep(group.prompt) if group.prompt else 0.0)
+        group = self._group(work.trajectory.group)
+        path = group.open.pop(work.trajectory.sample, None) or _Path()
+        if self._machine.sweep_at_close:
+            return self._sweep(path)
+        group.closed.append(path)
+        return 0.0
+
+    def _group(self, name: str) -> _Group:
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group()
+            self.groups_peak = max(self.groups_peak, len(self._groups))
+        return group
+
+    def _append(self, work: Append, closing: bool) -> float:
+        source, seconds = work.source, 0.0
+        group = self._group(source.trajectory.group)
+        path = group.open.get(source.trajectory.sample)
+        if path is None:
+            if group.prompt is None:
+                group.prompt = _Path(pending=len(source.context_ids))
+                seconds += self._forward(group.prompt)
+            path = group.open[source.trajectory.sample] = _Path(past=group.prompt.run)
+        else:
+            path.pending += len(source.context_ids)
+        path.pending += len(source.action_ids)
+        if not closing and path.pending >= max(1, self._machine.block_tokens):
+            seconds += self._forward(path)
+        return seconds
+
+    def _cost(self, path: _Path) -> float:
+        """Seconds of one forward over what is pending: each token, and its attention over what is before it."""
+        return path.pending * (self._forward_s + self._past_s * (path.past + path.pending / 2))
+
+    def _forward(self, path: _Path) -> float:
+        seconds, tokens = self._cost(path), path.pending
+        path.past += tokens
+        path.run += tokens
+        path.run_s += seconds
+        path.pending = 0
+        self._hold(tokens)
+        if 0 < tokens <= self._machine.retain_tokens:
+            path.kept += tokens
+            path.kept_s += seconds
+            self._kept.append((path, tokens, seconds))
+            self._kept_tokens += tokens
+            while self._kept_tokens > self._machine.retain_tokens:
+                self._drop_oldest()
+        return seconds
+
+    def _drop_oldest(self) -> None:
+        path, tokens, seconds = self._kept.popleft()
+        if path.kept:  # a swept path gave its graphs back then
+            path.kept -= tokens
+            path.kept_s -= seconds
+            self._kept_tokens -= tokens
+
+    def _sweep(self, path: _Path) -> float:
+        """Backward of everything; before it the forward of what is pending, and again of what was run but not kept."""
+        last = self._cost(path)
+        self._hold(path.pending)
+        self.state_tokens -= path.run + path.pending
+        self._kept_tokens -= path.kept
+        seconds = (last + path.run_s) * BACKWARD + last + max(0.0, path.run_s - path.kept_s)
+        path.kept = 0
+        return seconds
+
+    def _hold(self, tokens: int) -> None:
+        self.state_tokens += tokens
+        self.state_tokens_peak = max(self.state_tokens_peak, self.state_tokens)
