@@ -50,8 +50,15 @@ class Events:
 
     def run(self, settle: Callable[[], None]) -> None:
         """Run until nothing is left; `settle` is called at the end of each moment."""
-        while due := self.next_moment():
-            for callback, args in due:
+        heap = self._heap
+        while heap:
+            when, _, callback, args = heapq.heappop(heap)
+            self._now = max(self._now, when)
+            if heap and heap[0][0] == when:
+                heapq.heappush(heap, (when, 0, callback, args))
+                for callback, args in self.next_moment():
+                    callback(*args)
+            else:
                 callback(*args)
             settle()
 

@@ -111,9 +111,9 @@ class Rollouts:
         self._replica_of = [-1] * len(self._ids)
         self._prompted: set[tuple[int, str]] = set()
         self._waiting, self._open = deque(range(len(self._ids))), len(self._ids)
-        for _ in range(min(len(self._ids), self._machine.slots or len(self._ids))):
-            for replica in range(self._machine.replicas):
-                self._start(replica)
+        replicas = self._machine.replicas
+        for place in range(min(len(self._ids), replicas * (self._machine.slots or len(self._ids)))):
+            self._start(place % replicas)
 
     def _start(self, replica: int) -> None:
         if not self._waiting:

@@ -6,9 +6,11 @@ events, it checks that each may happen and happens once.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
 
 
 class LedgerError(RuntimeError):
@@ -36,7 +38,7 @@ class Ledger:
     version: int
     groups: dict[str, int]
     _trajectories: dict[TrajectoryId, _Trajectory] = field(init=False)
-    _outstanding: set[str] = field(init=False, default_factory=set)
+    _outstanding: dict[Hashable, Work] = field(init=False, default_factory=dict)
     _groups_released: set[str] = field(init=False, default_factory=set)
     _groups_done: set[str] = field(init=False, default_factory=set)
 
@@ -67,7 +69,7 @@ class Ledger:
         Raises:
             LedgerError: unknown or closed trajectory, a turn out of order, or another policy version than the batch's.
         """
-        entry = self._entry(source.trajectory, f"source {source.name}")
+        entry = self._trajectories.get(source.trajectory) or self._unknown(source.trajectory, f"source {source.name}")
         if source.policy_version != self.version:
             raise LedgerError(
                 f"source {source.name} was sampled by policy version {source.policy_version}, but this batch belongs "
@@ -88,7 +90,7 @@ class Ledger:
             LedgerError: closed twice, or the host's final loss mask holds another number of scored tokens than was
                 streamed (a turn is missing, or scored twice, or a mask changed late).
         """
-        entry = self._entry(trajectory, f"closing of {trajectory}")
+        entry = self._trajectories.get(trajectory) or self._unknown(trajectory, f"closing of {trajectory}")
         if entry.closed:
             raise LedgerError(f"trajectory {trajectory} closed twice")
         if host_scored is not None and host_scored != entry.scored:
@@ -100,26 +102,27 @@ class Ledger:
 
     def released(self, work: Work) -> None:
         """A work item entered a ready queue; each may do so once."""
-        key = work_name(work)
+        key = _key(work)
         if key in self._outstanding:
-            raise LedgerError(f"work {key} was released twice")
+            raise LedgerError(f"work {work_name(work)} was released twice")
         if isinstance(work, CloseTrajectory):
-            entry = self._entry(work.trajectory, key)
+            entry = self._trajectories.get(work.trajectory) or self._unknown(work.trajectory, work_name(work))
             if entry.released or not entry.closed:
-                raise LedgerError(f"{key} was released {'twice' if entry.released else 'before its trajectory closed'}")
+                when = "twice" if entry.released else "before its trajectory closed"
+                raise LedgerError(f"{work_name(work)} was released {when}")
             entry.released = True
         if isinstance(work, CloseGroup):
             if work.group in self._groups_released or not self.group_swept(work.group):
-                raise LedgerError(f"{key} was released twice, or before all its trajectories")
+                raise LedgerError(f"{work_name(work)} was released twice, or before all its trajectories")
             self._groups_released.add(work.group)
-        self._outstanding.add(key)
+        self._outstanding[key] = work
 
     def acknowledged(self, work: Work) -> None:
         """A learner rank finished a work item."""
-        key = work_name(work)
-        if key not in self._outstanding:
-            raise LedgerError(f"a learner acknowledged {key}, which it was not given, or acknowledged before")
-        self._outstanding.remove(key)
+        if self._outstanding.pop(_key(work), None) is None:
+            raise LedgerError(
+                f"a learner acknowledged {work_name(work)}, which it was not given, or acknowledged before"
+            )
         if isinstance(work, CloseGroup):
             self._groups_done.add(group_of(work))
 
@@ -140,13 +143,18 @@ class Ledger:
         self.require_closed()
         if missing := [g for g in self.groups if g not in self._groups_done]:
             raise LedgerError(f"{len(missing)} groups have not been swept: {_some(missing)}")
-        if self._outstanding:
-            raise LedgerError(f"{len(self._outstanding)} work items are not acknowledged: {_some(self._outstanding)}")
+        if names := [work_name(work) for work in self._outstanding.values()]:
+            raise LedgerError(f"{len(names)} work items are not acknowledged: {_some(names)}")
 
-    def _entry(self, trajectory: TrajectoryId, what: str) -> _Trajectory:
-        if trajectory not in self._trajectories:
-            raise LedgerError(f"{what}: trajectory {trajectory} is not registered in this batch")
-        return self._trajectories[trajectory]
+    def _unknown(self, trajectory: TrajectoryId, what: str) -> NoReturn:
+        raise LedgerError(f"{what}: trajectory {trajectory} is not registered in this batch")
+
+
+def _key(work: Work) -> Hashable:
+    """What makes a work item the same as another: not its scores or rewards."""
+    if isinstance(work, Append):
+        return work.source.trajectory, work.source.turn
+    return work.trajectory if isinstance(work, CloseTrajectory) else work.group
 
 
 def work_name(work: Work) -> str:
