@@ -6,6 +6,7 @@ from typing import Optional
 from skyrl.train.config.config import BaseConfig, SkyRLTrainConfig
 
 OBJECTIVES = ("opd", "grpo")
+ADVANTAGE_LAWS = ("population", "sample", "dr_grpo", "rloo")
 SCHEDULES = ("thundersync", "group", "sync")
 
 
@@ -52,6 +53,20 @@ class TeacherConfig(BaseConfig):
 
 
 @dataclass
+class GrpoConfig(BaseConfig):
+    """Group-relative advantages, for `thundersync.objective=grpo`. A sample's weight is spread evenly over its tokens."""
+
+    law: str = "population"
+    """A_i from the group's rewards: "population": (r - mean) / (population std + epsilon), the paper's; "sample": the same
+    with the sample std, SkyRL's own; "dr_grpo": r - mean; "rloo": r - mean of the others. No variance: exactly 0."""
+    epsilon: float = 1e-6
+    """Added to the standard deviation."""
+    admission_cap: int = 1
+    """Groups per rank that may be summed before their last reward is known. Each costs two FP32 copies of the trained
+    parameters in host memory; further groups wait for their rewards. 0: none is, which costs overlap."""
+
+
+@dataclass
 class SandboxConfig(BaseConfig):
     """Where the agent's commands run."""
 
@@ -94,6 +109,7 @@ class ThunderSyncConfig(BaseConfig):
     """Keep every logical batch (ids, masks, scores, rewards, arrival order) under `run_dir/record` for exact replay."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
 

@@ -1,6 +1,6 @@
 """The values that text options may have. Unknown ones are refused with the nearest right one when options are read."""
 
-from skyrl_thundersync.config import OBJECTIVES, SCHEDULES
+from skyrl_thundersync.config import ADVANTAGE_LAWS, OBJECTIVES, SCHEDULES
 
 DTYPES = ("bfloat16", "float32")
 
@@ -12,6 +12,7 @@ CHOICES = {
     "thundersync.learner.accumulator": ("fp32", "exact"),
     "thundersync.teacher.backend": ("vllm", "transformers"),
     "thundersync.teacher.dtype": DTYPES,
+    "thundersync.grpo.law": ADVANTAGE_LAWS,
     "thundersync.sandbox.backend": ("auto", "docker", "bubblewrap"),
     "generator.inference_engine.backend": ("vllm",),
     "generator.inference_engine.model_dtype": DTYPES,

@@ -20,6 +20,7 @@ from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.queue import ReadyQueue
 from skyrl_thundersync.stream.release import ReleaseGate
+from skyrl_thundersync.stream.rewards import RewardGate
 from skyrl_thundersync.stream.sources import (
     Append,
     CloseGroup,
@@ -88,6 +89,7 @@ class Update:
         record: called with (rank, work) in release order, to keep the batch for replay.
         cap: groups that may hold state on a rank at once (stream/admission.py); None: any number.
         now: the clock, in seconds; the simulator brings a virtual one.
+        statistics_cap: for group objectives, how many groups may hold statistics on a rank (stream/rewards.py).
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Update:
         record: Recorder | None = None,
         cap: int | None = None,
         now: Callable[[], float] = time.perf_counter,
+        statistics_cap: int | None = None,
     ) -> None:
         self.ledger = Ledger(version, groups)
         self._now = now
@@ -109,6 +112,7 @@ class Update:
         self.busy_s = [0.0] * len(ranks)
         self._ranks, self._teacher, self._record = ranks, teacher, record
         self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
+        self._reward_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
         self._placement = Placement(len(ranks))
         self._queue = ReadyQueue(len(ranks), cap)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
@@ -167,9 +171,13 @@ class Update:
 
     def _enqueue(self, work: Work) -> None:
         rank = self._placement.rank(work)
-        if self._record:
-            self._record(rank, work)
-        self._queue.put(rank, work)
+        self._enter(self._reward_gate.offer(rank, work) if self._reward_gate else [(rank, work)])
+
+    def _enter(self, items: list[tuple[int, Work]]) -> None:
+        for rank, work in items:
+            if self._record:
+                self._record(rank, work)
+            self._queue.put(rank, work)
 
     async def _lane(self, rank: int) -> None:
         """Keep one learner rank busy as long as it has ready work."""
@@ -178,6 +186,8 @@ class Update:
                 self.ledger.acknowledged(work)
                 self._placement.acknowledged(work)
                 self._queue.acknowledged(rank, work)
+                if self._reward_gate:
+                    self._enter(self._reward_gate.acknowledged(rank, work))
                 self.acknowledged.append(done)
                 self.busy_s[rank] += done.seconds
                 self.done_before_rollouts_ended += self.clock.rollouts_ended is None

@@ -247,6 +247,8 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.learner.block_tokens", 1, "token"),
     _at_least("thundersync.learner.retain_gib", 0, "GiB"),
     _at_least("thundersync.learner.threads", 1, "thread"),
+    _at_least("thundersync.grpo.epsilon", 0, "(it is added to a deviation)"),
+    _at_least("thundersync.grpo.admission_cap", 0, "groups"),
     _at_least("thundersync.teacher.replicas", 1, "replica"),
     _at_least("thundersync.teacher.request_timeout_s", 0.001, "second"),
     _at_least("thundersync.teacher.max_retries", 0, "retries"),

@@ -51,7 +51,8 @@ def make(seed, schedule="thundersync", ranks=2, fail_at=None, teacher=True):
     rng = random.Random(seed)
     groups = {g: rng.randrange(1, 4) for g in "abcd"}
     lanes = [Rank(rng) for _ in range(ranks)]
-    update = Update(7, groups, lanes, Teacher(rng, fail_at) if teacher else None, schedule)
+    caps = None if teacher else seed % 3  # without a teacher the objective is one of the group's rewards
+    update = Update(7, groups, lanes, Teacher(rng, fail_at) if teacher else None, schedule, statistics_cap=caps)
     turns = {t: rng.randrange(1, 5) for t in update.ledger.trajectories}
     return update, lanes, rng, turns
 

@@ -90,7 +90,8 @@ def _encode(work: Work) -> dict:
     if isinstance(work, Append):
         return {"kind": "append", "source": asdict(work.source), "scores": work.scores}
     if isinstance(work, CloseTrajectory):
-        return {"kind": "close", "trajectory": asdict(work.trajectory), "reward": work.reward}
+        known = {} if work.group_rewards is None else {"group_rewards": work.group_rewards}
+        return {"kind": "close", "trajectory": asdict(work.trajectory), "reward": work.reward, **known}
     return {"kind": "close_group", "group": work.group}
 
 
@@ -102,5 +103,7 @@ def _decode(row: dict) -> Work:
         scores = None if row["scores"] is None else tuple(row["scores"])
         return Append(Source(trajectory=trajectory, **fields), scores)
     if row["kind"] == "close":
-        return CloseTrajectory(TrajectoryId(**row["trajectory"]), row["reward"])
+        known = row.get("group_rewards")
+        known = None if known is None else tuple(known)
+        return CloseTrajectory(TrajectoryId(**row["trajectory"]), row["reward"], known)
     return CloseGroup(row["group"])

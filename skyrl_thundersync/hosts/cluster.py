@@ -237,6 +237,9 @@ class Cluster:
                     lora=LoraSettings(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None,
                     device=self._device,
                     log_path=str(logs / f"learner-{rank}.log"),
+                    objective_settings={"law": ts.grpo.law, "epsilon": ts.grpo.epsilon}
+                    if ts.objective == "grpo"
+                    else {},
                 )
             )
             for rank in range(world)

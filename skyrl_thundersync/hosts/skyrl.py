@@ -105,6 +105,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
             self._cluster.teacher,
             self.cfg.thundersync.schedule,
             self._recorder.begin(self._cluster.version, groups) if self._recorder else None,
+            statistics_cap=statistics_cap(self.cfg),
         )
         hook: TurnHook = self.inference_engine_client
         self.generator.on_closed = update.on_trajectory_closed
@@ -152,6 +153,14 @@ class ThunderSyncTrainer(RayPPOTrainer):
             self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks)))
             self._display.update(self.global_step, self.total_training_steps, self.all_metrics)
             self._update = None
+
+
+def statistics_cap(cfg) -> int | None:
+    """Groups that may hold statistics on a rank: none under schedules that release a group when its rewards are known."""
+    ts = cfg.thundersync
+    if ts.objective != "grpo":
+        return None
+    return ts.grpo.admission_cap if ts.schedule == "thundersync" else 0
 
 
 class Progress(TrainingCallback):

@@ -7,6 +7,8 @@ place, a frozen one none. The sum is unnormalised: N_k divides at finish (PAPER.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,21 +54,33 @@ class Accumulator:
         dtypes = {p.dtype for _, p, _ in layout.places}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.flat = torch.zeros(layout.size, dtype=torch.int64 if exact else self.dtype)
+        self._targets = [(self.flat, 1.0)]
         self._suspect = torch.zeros((), device=layout.places[0][1].device)
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(self.flat[offset : offset + p.numel()]))
+            p.register_post_accumulate_grad_hook(self._hook(slice(offset, offset + p.numel())))
             for _, p, offset in layout.places
         ]
 
-    def _hook(self, place: torch.Tensor):
+    @contextmanager
+    def collecting(self, targets: list[tuple[torch.Tensor, float]]) -> Iterator[None]:
+        """Within it, gradients go to each (buffer like `flat`, factor) of `targets`, not to `flat`. For FP32 sums."""
+        outer, self._targets = self._targets, targets
+        try:
+            yield
+        finally:
+            self._targets = outer
+
+    def _hook(self, place: slice):
         def collect(p: torch.nn.Parameter) -> None:
             gradient, p.grad = p.grad.detach().reshape(-1), None
             if self.exact:
-                place.add_(to_fixed(gradient).cpu())
-                check_sum(place)
+                self.flat[place].add_(to_fixed(gradient).cpu())
+                check_sum(self.flat[place])
                 return
             self._suspect += gradient.sum().to(self._suspect.dtype) * 0  # NaN once anything is not finite
-            place.add_(gradient.cpu())
+            gradient = gradient.cpu()
+            for flat, factor in self._targets:
+                flat[place].add_(gradient, alpha=factor)
 
         return collect
 

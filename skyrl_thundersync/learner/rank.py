@@ -9,9 +9,10 @@ from __future__ import annotations
 import resource
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,8 @@ class RankSpec:
     """Everything one rank is built from.
 
     model_path: a local folder in Hugging Face format. learner: the `thundersync.learner` options. objective: "opd" or
-    "grpo". optimizer: None for a rank that only accumulates (no process group, `finish` refused). device: "cpu" or "cuda".
+    "grpo"; objective_settings: its constructor's arguments. optimizer: None for a rank that only accumulates (no process
+    group, `finish` refused). device: "cpu" or "cuda".
     """
 
     model_path: str
@@ -70,6 +72,7 @@ class RankSpec:
     lora: LoraSettings | None = None
     device: str = "cpu"
     log_path: str | None = None
+    objective_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LearnerRank:
@@ -99,8 +102,9 @@ class LearnerRank:
         layout = self.optimizer.layout if self.optimizer else contiguous_layout(trainable(self.model))
         self.segments = SegmentModel(self._causal_lm)
         budget = GraphBudget(self.segments, int(learner.retain_gib * 2**30))
-        self.forest = Forest(self.segments, OBJECTIVES[spec.objective](), learner.block_tokens, budget, exact)
         self.accumulator = Accumulator(layout, exact)
+        objective = OBJECTIVES[spec.objective](**spec.objective_settings)
+        self.forest = Forest(self.segments, objective, learner.block_tokens, budget, self.accumulator)
         self.cut_gap = self._probe()
         self._begin_batch()
         self._published = self._checksum()

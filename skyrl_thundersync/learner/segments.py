@@ -9,7 +9,7 @@ the cut; what flows through the cut backwards is kept as the adjoint of each sta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -49,13 +49,22 @@ class Graph:
     leaves: list[list[torch.Tensor] | None]
 
 
+Adjoint = list[list[torch.Tensor | None]]
+
+
+def empty_adjoint(layers: int) -> Adjoint:
+    """No gradient yet with respect to either state tensor of any layer."""
+    return [[None, None] for _ in range(layers)]
+
+
 @dataclass(eq=False)
 class Segment:
     """A node of the tree. `start`: inputs before it on its path; `ids_1n`: its inputs, int64 [1, n].
 
     `state`: per layer two detached tensors, once forwarded. `adjoint`: per layer the gradient of the objective with
     respect to them so far, FP32 at least, allocated on first use. `graph`: kept from arrival where the budget allows.
-    `exact`: adjoints are summed in fixed point, so the order in which descendants deposit cannot matter.
+    `exact`: adjoints are summed in fixed point, so the order in which descendants deposit cannot matter. `targets`: where
+    deposits go instead of `adjoint`, and with which factor.
     """
 
     parent: Segment | None
@@ -63,9 +72,10 @@ class Segment:
     ids_1n: torch.Tensor
     scored: Scored | None
     state: list[list[torch.Tensor]] | None = None
-    adjoint: list[list[torch.Tensor | None]] = field(default_factory=list)
+    adjoint: Adjoint = field(default_factory=list)
     graph: Graph | None = None
     exact: bool = False
+    targets: list[tuple[Adjoint, float]] | None = None
 
     @property
     def end(self) -> int:
@@ -86,13 +96,24 @@ class Segment:
     def deposit(self, layer: int, part: int, gradient: torch.Tensor) -> None:
         """Add a descendant's gradient to the adjoint of one state tensor, in FP32 or the state's wider dtype."""
         if self.exact:
-            gradient = to_fixed(gradient)
-        if self.adjoint[layer][part] is not None:
-            self.adjoint[layer][part] += gradient
-        elif self.exact:
-            self.adjoint[layer][part] = gradient
-        else:
-            self.adjoint[layer][part] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            pair, fixed = self.adjoint[layer], to_fixed(gradient)
+            pair[part] = fixed if pair[part] is None else pair[part].add_(fixed)
+            return
+        for adjoint, factor in self.targets or [(self.adjoint, 1.0)]:
+            pair = adjoint[layer]
+            if pair[part] is None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                pair[part] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
+            pair[part].add_(gradient, alpha=factor)
+
+    @contextmanager
+    def collecting(self, targets: list[tuple[Adjoint, float]]) -> Iterator[None]:
+        """Within it, deposits are added to each (adjoint, factor) of `targets`, and not to the segment's own."""
+        self.targets = targets
+        try:
+            yield
+        finally:
+            self.targets = None
 
     def cotangents(self, own: list[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter."""
@@ -123,7 +144,7 @@ class SegmentModel:
     def segment(self, parent: Segment | None, ids: list[int], scored: Scored | None, exact: bool = False) -> Segment:
         """A new, unrun child of `parent` with inputs `ids`."""
         ids_1n = torch.tensor([ids], dtype=torch.long, device=self.device)
-        adjoint = [[None, None] for _ in self.kinds]
+        adjoint = empty_adjoint(len(self.kinds))
         return Segment(parent, parent.end if parent else 0, ids_1n, scored, adjoint=adjoint, exact=exact)
 
     def forward(self, segment: Segment, grad: bool) -> Graph:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import Scored, Segment, SegmentModel, pieces
+from skyrl_thundersync.learner.statistics import GroupStatistics
 from skyrl_thundersync.objectives import Objective
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 
@@ -74,12 +76,18 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """One open group: its prompt's tokens and segments (root first), and its samples."""
+    """One open group: its prompt's tokens and segments (root first), and its samples.
+
+    rewards: of the closed samples, in order of closing. waiting: closed samples whose sweep waits for the group to close.
+    statistics: of the samples that were swept before the group's rewards were known.
+    """
 
     prompt: tuple[int, ...] | None = None
     nodes: list[Segment] = field(default_factory=list)
     open: dict[int, Trajectory] = field(default_factory=dict)
-    closed: dict[int, tuple[Trajectory, float | None]] = field(default_factory=dict)
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    waiting: dict[int, Trajectory] = field(default_factory=dict)
+    statistics: GroupStatistics | None = None
 
 
 class Forest:
@@ -90,13 +98,20 @@ class Forest:
         objective: turns scored tokens into the scalar whose gradient is accumulated.
         block_tokens: pending tokens run when at least this many wait; 0 runs every turn at once.
         budget: which graphs stay from arrival to sweep.
-        exact: sum adjoints on shared prompts in fixed point, so that the order of samples cannot matter.
+        accumulator: takes the gradients. When it is exact, adjoints on shared prompts are summed in fixed point too, so that
+            the order of samples cannot matter.
     """
 
     def __init__(
-        self, model: SegmentModel, objective: Objective, block_tokens: int, budget: GraphBudget, exact: bool = False
+        self,
+        model: SegmentModel,
+        objective: Objective,
+        block_tokens: int,
+        budget: GraphBudget,
+        accumulator: Accumulator,
     ):
-        self.model, self.objective, self.block, self.budget, self.exact = model, objective, block_tokens, budget, exact
+        self.model, self.objective, self.block, self.budget = model, objective, block_tokens, budget
+        self.accumulator, self.exact = accumulator, accumulator.exact
         self.groups: dict[str, Group] = {}
 
     def open_names(self) -> list[str]:
@@ -116,7 +131,7 @@ class Forest:
         source, tally = work.source, Tally()
         self._check(work)
         group = self.groups.setdefault(source.trajectory.group, Group())
-        if source.trajectory.sample in group.closed:
+        if source.trajectory.sample in group.rewards:
             raise ValueError(f"source {source.name}: trajectory {source.trajectory} is closed already")
         trajectory = group.open.setdefault(source.trajectory.sample, Trajectory())
         if source.turn != trajectory.turns:
@@ -149,32 +164,54 @@ class Forest:
         return tally
 
     def close_trajectory(self, work: CloseTrajectory) -> Tally:
-        """Sweep the trajectory down to the group's prompt; under GRPO keep it until the group's rewards are known."""
-        tally, group = Tally(), self.groups.setdefault(work.trajectory.group, Group())
-        if work.trajectory.sample in group.closed:
+        """Sweep the trajectory down to the group's prompt.
+
+        Under a group objective with A_i itself when `work` brings the group's rewards, else into the group's statistics;
+        with the exact accumulator when the group closes, since only one way of summing gives the same bits. A trajectory
+        without a reward has no gradient; its tokens count.
+
+        Raises ValueError for a trajectory that is closed already, FloatingPointError for a reward that is not finite.
+        """
+        tally, sample = Tally(), work.trajectory.sample
+        group = self.groups.setdefault(work.trajectory.group, Group())
+        if sample in group.rewards:
             raise ValueError(f"trajectory {work.trajectory} is closed already")
-        trajectory = group.open.pop(work.trajectory.sample, None) or Trajectory()
+        if self.objective.needs_group and work.reward is not None and not math.isfinite(work.reward):
+            raise FloatingPointError(f"trajectory {work.trajectory}: its reward is {work.reward}, not a finite number")
+        trajectory = group.open.pop(sample, None) or Trajectory()
         self._finish_path(trajectory)
-        if self.objective.needs_group:
-            if work.reward is None or not math.isfinite(work.reward):
-                raise ValueError(f"trajectory {work.trajectory}: reward {work.reward} is not a finite number")
-        else:
+        group.rewards[sample] = work.reward
+        if not self.objective.needs_group:
             self._sweep_finished(group, trajectory, None, tally)
-            trajectory = Trajectory(turns=trajectory.turns)
-        group.closed[work.trajectory.sample] = (trajectory, work.reward)
+        elif work.reward is None:
+            self._sweep_finished(group, trajectory, 0.0, tally)
+        elif self.exact:
+            group.waiting[sample] = trajectory
+        elif work.group_rewards is not None:
+            self._sweep_finished(group, trajectory, self.objective.weights(work.group_rewards)[sample], tally)
+        else:
+            if group.statistics is None:
+                group.statistics = GroupStatistics(self.accumulator, group.nodes)
+            with group.statistics.collecting(sample, work.reward):
+                self._sweep_finished(group, trajectory, 1.0, tally)
         return tally
 
     def close_group(self, work: CloseGroup) -> Tally:
-        """Sweep what waited for the group's rewards, then the shared prompt, once, and free the group."""
+        """Combine the group's statistics, sweep what waited for its rewards, then the shared prompt, once; free the group.
+
+        Raises ValueError when a trajectory of the group is still open.
+        """
         tally, group = Tally(), self.groups.get(work.group, Group())
         if group.open:
             still = ", ".join(str(TrajectoryId(work.group, sample)) for sample in sorted(group.open))
             raise ValueError(f"group {work.group} cannot close: open trajectories {still}")
-        if self.objective.needs_group:
-            samples = sorted(group.closed)
-            weights = self.objective.weights([group.closed[sample][1] for sample in samples])
-            for sample, weight in zip(samples, weights, strict=True):
-                self._sweep_finished(group, group.closed[sample][0], weight, tally)
+        rewards = [group.rewards[sample] for sample in sorted(group.rewards)]
+        if group.statistics is not None:
+            group.statistics.close(*self.objective.affine(rewards))
+        if group.waiting:
+            weight_of = dict(zip(sorted(group.rewards), self.objective.weights(rewards), strict=True))
+            for sample in sorted(group.waiting):
+                self._sweep_finished(group, group.waiting[sample], weight_of[sample], tally)
         for node in reversed(group.nodes):
             self._backward(node, None, 0, tally)
         self.groups.pop(work.group, None)

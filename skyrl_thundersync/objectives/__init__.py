@@ -1,5 +1,6 @@
 """One small file per objective. An objective turns a segment's scored tokens into the scalar to differentiate."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,9 +12,8 @@ from skyrl_thundersync.objectives.opd import Opd
 class Objective(Protocol):
     """What the learner asks of an objective.
 
-    needs_teacher: whether sources must come with teacher scores. needs_group: whether a trajectory's weights are known
-    only when its group's rewards are; then `weights(rewards)` gives one per sample. divides_by_tokens: whether finish
-    divides the accumulated gradient by N_k.
+    needs_teacher: whether sources must come with teacher scores. needs_group: whether a trajectory's weight depends on its
+    group's rewards; then `weights` and `affine` give it. divides_by_tokens: whether finish divides the sum by N_k.
     """
 
     name: str
@@ -22,8 +22,16 @@ class Objective(Protocol):
     divides_by_tokens: bool
 
     def loss(
-        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, advantage: float | None, n_scored: int
+        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
     ) -> torch.Tensor: ...
+
+
+class GroupObjective(Objective, Protocol):
+    """An objective whose weights are affine in the reward: weight_i = (r_i − b)·c."""
+
+    def affine(self, rewards: Sequence[float | None]) -> tuple[float, float]: ...
+
+    def weights(self, rewards: Sequence[float | None]) -> list[float]: ...
 
 
 OBJECTIVES = {"opd": Opd, "grpo": Grpo}

@@ -1,12 +1,14 @@
 """Group-relative policy optimisation (PAPER.md, "GRPO, exactly"), on policy: the importance ratio is 1.
 
-S_i = Σ_t w_t log π_θ with w_t = 1/|M_i| (each trajectory's mean over its scored tokens), g_G = (1/m) Σ A_i ∇S_i over the
-group's m samples, g_k = Σ_G g_G. A trajectory is swept once its group's rewards are known, with A_i itself as weight: no
-statistics are kept. A group without reward variance contributes exactly zero.
+S_i = Σ_t w_t log π_θ with w_t = 1/|M_i| (each trajectory's mean over its scored tokens, under every law), H_i = ∇S_i,
+g_G = (1/m) Σ A_i H_i over the group's m rewarded samples, g_k = Σ_G g_G. Every law is affine in the reward,
+A_i/m = (r_i − b)·c with b and c of the group, so that H_i can be summed before b and c are known:
+g_G = c·(G1 − b·G2), G1 = Σ r_i H_i, G2 = Σ H_i.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,47 +16,60 @@ import torch
 LAWS = ("population", "sample", "dr_grpo", "rloo")
 """(r − mean)/(population std + ε); the same with the sample std; r − mean; r − mean of the other samples."""
 
-
-def group_advantages(rewards: Sequence[float], law: str = "population", epsilon: float = 1e-6) -> list[float]:
-    """A_i = (r_i − b)/s of one group, in float64 and in the order given.
-
-    A single sample has nothing to be compared with: 0. Equal rewards give exactly 0 under every law.
-
-    Raises ValueError for an unknown law or a non-finite reward.
-    """
-    if law not in LAWS:
-        raise ValueError(f"unknown advantage law {law!r}; known are {', '.join(LAWS)}")
-    r = torch.tensor(list(rewards), dtype=torch.float64)
-    if not bool(torch.isfinite(r).all()):
-        raise ValueError(f"rewards must be finite, got {list(rewards)}")
-    m = len(r)
-    if m < 2 or bool((r == r[0]).all()):
-        return [0.0] * m
-    centred = r - r.mean()
-    if law == "rloo":
-        return (centred * m / (m - 1)).tolist()
-    if law == "dr_grpo":
-        return centred.tolist()
-    return (centred / (r.std(correction=int(law == "sample")) + epsilon)).tolist()
+EPSILON = 1e-6
 
 
 class Grpo:
+    """One advantage law.
+
+    Args:
+        law: one of LAWS.
+        epsilon: added to the standard deviation, under the laws that divide by it.
+    """
+
     name = "grpo"
     needs_teacher = False
     needs_group = True
     divides_by_tokens = False
 
-    def __init__(self, law: str = "population", epsilon: float = 1e-6):
+    def __init__(self, law: str = "population", epsilon: float = EPSILON):
         if law not in LAWS:
             raise ValueError(f"unknown advantage law {law!r}; known are {', '.join(LAWS)}")
+        if not (math.isfinite(epsilon) and epsilon >= 0):
+            raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}")
         self.law, self.epsilon = law, epsilon
 
-    def weights(self, rewards: Sequence[float]) -> list[float]:
-        """A_i / m of one group: what multiplies each sample's mean log-prob."""
-        return [a / len(rewards) for a in group_advantages(rewards, self.law, self.epsilon)]
+    def affine(self, rewards: Sequence[float | None]) -> tuple[float, float]:
+        """(b, c) with A_i/m = (r_i − b)·c, in float64; `rewards` of all the group's samples, in sample order.
+
+        None is a sample without a reward: it has no part in m, b or c. c is 0 when fewer than two samples have a reward or
+        all rewards are equal, under every law. Raises ValueError for a reward that is not finite.
+        """
+        r = torch.tensor([r for r in rewards if r is not None], dtype=torch.float64)
+        if not bool(torch.isfinite(r).all()):
+            raise ValueError(f"rewards must be finite, got {list(rewards)}")
+        m = len(r)
+        if m < 2 or bool((r == r[0]).all()):
+            return 0.0, 0.0
+        b = float(r.mean())
+        if self.law == "rloo":
+            return b, 1 / (m - 1)
+        if self.law == "dr_grpo":
+            return b, 1 / m
+        return b, 1 / (m * (float(r.std(correction=int(self.law == "sample"))) + self.epsilon))
+
+    def weights(self, rewards: Sequence[float | None]) -> list[float]:
+        """A_i/m of each sample: what multiplies its H_i. Exactly 0 without a reward or without variance."""
+        b, c = self.affine(rewards)
+        return [0.0 if r is None or c == 0.0 else (r - b) * c for r in rewards]
 
     def loss(
-        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, advantage: float | None, n_scored: int
+        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
     ) -> torch.Tensor:
-        """−(A_i/m)/|M_i| Σ log π_θ over a segment's T scored tokens; `advantage` is A_i/m, `n_scored` is |M_i|."""
-        return -(advantage / n_scored) * logp_T.sum()
+        """−weight/|M_i| Σ log π_θ over a segment's T scored tokens; `weight`: A_i/m, or 1 for −S_i; `n_scored`: |M_i|."""
+        return -(weight / n_scored) * logp_T.sum()
+
+
+def group_advantages(rewards: Sequence[float], law: str = "population", epsilon: float = EPSILON) -> list[float]:
+    """A_i of one group, in float64 and in the order given. Raises ValueError for an unknown law or a non-finite reward."""
+    return [len(rewards) * weight for weight in Grpo(law, epsilon).weights(rewards)]

@@ -19,11 +19,11 @@ class Opd:
     """Whether finish divides the sum by N_k."""
 
     def loss(
-        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, advantage: float | None, n_scored: int
+        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
     ) -> torch.Tensor:
         """The scalar whose gradient is accumulated, from a segment's T scored tokens.
 
-        logp_T: log π_θ, differentiable. scores_T: log π_T, same dtype and shape. `advantage` and `n_scored` (scored tokens
+        logp_T: log π_θ, differentiable. scores_T: log π_T, same dtype and shape. `weight` and `n_scored` (scored tokens
         of the whole trajectory) play no part.
         """
         return -((scores_T - logp_T.detach()) * logp_T).sum()

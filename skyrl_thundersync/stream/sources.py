@@ -85,10 +85,15 @@ class Append:
 
 @dataclass(frozen=True)
 class CloseTrajectory:
-    """Learner work: no turn can follow; sweep the trajectory's segments and leave adjoints on the group's prompt."""
+    """Learner work: no turn can follow; sweep the trajectory's segments and leave adjoints on the group's prompt.
+
+    `reward`: None when the trajectory has none (its rollout or its checker failed). `group_rewards`: rewards of all the
+    group's samples, in sample order, where they are known on release; group objectives then need no statistics.
+    """
 
     trajectory: TrajectoryId
     reward: float | None
+    group_rewards: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ BAD = {
     "thundersync.learner.block_tokens": 0,
     "thundersync.learner.retain_gib": -1.0,
     "thundersync.learner.threads": 0,
+    "thundersync.grpo.epsilon": -1.0,
+    "thundersync.grpo.admission_cap": -1,
     "thundersync.teacher.replicas": 0,
     "thundersync.teacher.request_timeout_s": 0.0,
     "thundersync.teacher.max_retries": -1,

@@ -83,9 +83,11 @@ def settings(**changes) -> SimpleNamespace:
     )
 
 
-def make_rank(folder: str, objective: str = "opd", lora=None, **changes) -> LearnerRank:
-    """A rank that only accumulates."""
-    return LearnerRank(RankSpec(folder, 0, 1, "127.0.0.1", 0, settings(**changes), objective, lora=lora))
+def make_rank(folder: str, objective: str = "opd", lora=None, law: str | None = None, **changes) -> LearnerRank:
+    """A rank that only accumulates. law: GRPO's."""
+    laws = {"law": law} if law else {}
+    spec = RankSpec(folder, 0, 1, "127.0.0.1", 0, settings(**changes), objective, lora=lora, objective_settings=laws)
+    return LearnerRank(spec)
 
 
 def trajectory(rng: random.Random, group: str, sample: int, prompt: tuple, turns: list[dict]) -> list[Append]:
@@ -123,6 +125,24 @@ def batch(seed: int, groups: int = 2, samples: int = 2, branchy: bool = True) ->
             works.append(CloseTrajectory(TrajectoryId(f"g{g}", s), rng.choice((0.0, 0.5, 1.0))))
         works.append(CloseGroup(f"g{g}"))
     return works
+
+
+def interleave(works, seed):
+    """Another arrival order: trajectories' own orders and closes kept, everything else shuffled."""
+    rng, lanes = random.Random(seed), {}
+    for work in works:
+        if isinstance(work, CloseGroup):
+            continue
+        lanes.setdefault(work.source.trajectory if isinstance(work, Append) else work.trajectory, []).append(work)
+    left, order = {t: list(lane) for t, lane in lanes.items()}, []
+    while left:
+        pick = rng.choice(sorted(left))
+        order.append(left[pick].pop(0))
+        if not left[pick]:
+            del left[pick]
+            if not any(t.group == pick.group for t in left):
+                order.append(CloseGroup(pick.group))
+    return order
 
 
 def plain_model(folder: str, dtype: torch.dtype):

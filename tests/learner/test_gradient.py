@@ -9,7 +9,18 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from plain import FAMILIES, VOCAB, batch, contexts, distance, make_rank, plain_gradient, plain_model, trajectory
+from plain import (
+    FAMILIES,
+    VOCAB,
+    batch,
+    contexts,
+    distance,
+    interleave,
+    make_rank,
+    plain_gradient,
+    plain_model,
+    trajectory,
+)
 
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.learner.segments import Segment
@@ -73,24 +84,6 @@ def test_any_tree_any_mask_any_policy(folder_of, seed, block, retain):
     ours, n_ours = run(one_rank(folder_of("qwen3"), block_tokens=block, retain_gib=retain), works)
     assert n_ours == n
     assert distance(ours, plain) <= 1e-12
-
-
-def interleave(works, seed):
-    """Another arrival order: trajectories' own orders and closes kept, everything else shuffled."""
-    rng, lanes = random.Random(seed), {}
-    for work in works:
-        if isinstance(work, CloseGroup):
-            continue
-        lanes.setdefault(work.source.trajectory if isinstance(work, Append) else work.trajectory, []).append(work)
-    left, order = {t: list(lane) for t, lane in lanes.items()}, []
-    while left:
-        pick = rng.choice(sorted(left))
-        order.append(left[pick].pop(0))
-        if not left[pick]:
-            del left[pick]
-            if not any(t.group == pick.group for t in left):
-                order.append(CloseGroup(pick.group))
-    return order
 
 
 @pytest.mark.parametrize("seed", range(3))

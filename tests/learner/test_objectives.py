@@ -1,14 +1,15 @@
 """Advantage laws, and GRPO's gradient against the textbook's."""
 
+import dataclasses
 import math
 import statistics
 
 import pytest
 import torch
-from plain import batch, contexts, distance, make_rank, plain_gradient
+from plain import FAMILIES, batch, contexts, distance, interleave, make_rank, plain_gradient
 
 from skyrl_thundersync.objectives.grpo import LAWS, Grpo, group_advantages
-from skyrl_thundersync.stream.sources import CloseTrajectory, TrajectoryId
+from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, TrajectoryId
 
 REWARDS = [0.0, 1.0, 0.25, 1.0, 0.5]
 
@@ -48,41 +49,179 @@ def test_bad_rewards_and_laws_are_refused():
         Grpo("median")
 
 
-@pytest.mark.parametrize("block", [0, 5])
-def test_grpo_gradient(folder_of, block):
-    works = batch(seed=21, groups=3, samples=3)
+def test_a_law_is_affine_in_the_reward():
+    for law in LAWS:
+        b, c = Grpo(law).affine(REWARDS)
+        advantages = group_advantages(REWARDS, law)
+        assert [(r - b) * c * len(REWARDS) for r in REWARDS] == pytest.approx(advantages, abs=1e-12)
+
+
+def test_samples_without_a_reward_are_as_if_never_drawn():
+    for law in LAWS:
+        with_gaps = Grpo(law).weights([None, *REWARDS[:2], None, *REWARDS[2:]])
+        without = Grpo(law).weights(REWARDS)
+        assert with_gaps == [0.0, *without[:2], 0.0, *without[2:]]
+        assert Grpo(law).weights([None, 1.0, None]) == [0.0] * 3
+        assert Grpo(law).weights([None, None]) == [0.0] * 2
+
+
+def advantages_by_hand(law, rewards):
+    """A_i/m over the rewarded samples, from Python's own statistics."""
+    valid = [r for r in rewards if r is not None]
+    m = len(valid)
+    if len(set(valid)) < 2:
+        return [0.0] * len(rewards)
+    mean = statistics.mean(valid)
+    scale = {
+        "population": lambda: 1 / (statistics.pstdev(valid) + 1e-6),
+        "sample": lambda: 1 / (statistics.stdev(valid) + 1e-6),
+        "dr_grpo": lambda: 1.0,
+        "rloo": lambda: m / (m - 1),
+    }[law]()
+    return [0.0 if r is None else (r - mean) * scale / m for r in rewards]
+
+
+def grpo_plain(folder, works, law="population", dtype=torch.float64):
+    """The textbook's GRPO gradient: whole contexts, A_i of the finished batch."""
     rewards = {w.trajectory: w.reward for w in works if isinstance(w, CloseTrajectory)}
-    scored = {}
+    scored, weights = {}, {}
     for work, _ in contexts(works):
         t = work.source.trajectory
         scored[t] = scored.get(t, 0) + work.source.n_scored
+    for group in {t.group for t in rewards}:
+        samples = sorted(t for t in rewards if t.group == group)
+        weights |= dict(zip(samples, advantages_by_hand(law, [rewards[t] for t in samples]), strict=True))
 
     def weight_of(work, logp_T):
         t = work.source.trajectory
-        group = [rewards[s] for s in sorted(rewards) if s.group == t.group]
-        advantage = (rewards[t] - statistics.mean(group)) / (statistics.pstdev(group) + 1e-6)
-        return torch.full_like(logp_T, advantage / len(group) / scored[t])
+        return torch.full_like(logp_T, weights[t] / scored[t])
 
-    plain, n = plain_gradient(folder_of("qwen3"), works, weight_of=weight_of)
-    rank = make_rank(folder_of("qwen3"), "grpo", block_tokens=block)
+    return plain_gradient(folder, works, dtype, weight_of=weight_of)
+
+
+def with_rewards(works, rewards):
+    """Other rewards, in order of closing."""
+    rewards = iter(rewards)
+    return [CloseTrajectory(w.trajectory, next(rewards)) if isinstance(w, CloseTrajectory) else w for w in works]
+
+
+def known(works, which):
+    """`works` whose closes bring the group's rewards, as released late: all of them, or each group's last."""
+    rewards = {w.trajectory: w.reward for w in works if isinstance(w, CloseTrajectory)}
+    of = {t.group: tuple(rewards[s] for s in sorted(rewards) if s.group == t.group) for t in rewards}
+    last = {t.group: t for t in rewards}
+    return [
+        CloseTrajectory(w.trajectory, w.reward, of[w.trajectory.group])
+        if isinstance(w, CloseTrajectory) and (which == "all" or last[w.trajectory.group] == w.trajectory)
+        else w
+        for w in works
+    ]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rewards_known", ["none", "last", "all"])
+@pytest.mark.parametrize("block", [0, 5])
+def test_grpo_gradient(folder_of, law, rewards_known, block):
+    """Swept into statistics, with A_i itself, or some of a group's samples one way and some the other: one gradient."""
+    works = batch(seed=21, groups=3, samples=3)
+    plain, n = grpo_plain(folder_of("qwen3"), works, law)
+    works = works if rewards_known == "none" else known(works, rewards_known)
+    rank = make_rank(folder_of("qwen3"), "grpo", law=law, block_tokens=block)
+    assert sum(rank.run(w).n_scored for w in works) == n
+    assert distance(rank.gradient(), plain) <= 1e-12
+    assert rank.forest.groups == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grpo_gradient_of_every_family(folder_of, family):
+    works = batch(seed=22, groups=2, samples=3)
+    plain, _ = grpo_plain(folder_of(family), works)
+    rank = make_rank(folder_of(family), "grpo", block_tokens=6, retain_gib=1.0)
+    for work in interleave(works, 0):
+        rank.run(work)
+    assert distance(rank.gradient(), plain) <= 1e-12
+
+
+def test_grpo_statistics_in_fp32(folder_of):
+    works = batch(seed=22, groups=2, samples=4)
+    plain, _ = grpo_plain(folder_of("qwen3"), works, dtype=torch.float32)
+    rank = make_rank(folder_of("qwen3"), "grpo", dtype="float32", block_tokens=6)
+    for work in works:
+        rank.run(work)
+    assert distance(rank.gradient(), plain) <= 3e-6
+
+
+def test_grpo_exact_accumulator_gives_the_same_bits_in_any_order_and_however_rewards_come(folder_of):
+    works = batch(seed=22, groups=2, samples=4)
+    rank = make_rank(folder_of("qwen3"), "grpo", dtype="float32", block_tokens=4, accumulator="exact")
+    found = []
+    for order in (works, interleave(works, 1), interleave(works, 2), known(works, "all"), known(works, "last")):
+        for work in order:
+            rank.run(work)
+        found.append(rank.gradient())
+        rank.abort_batch()
+    assert all(torch.equal(g[k], found[0][k]) for g in found for k in g)
+    plain, _ = grpo_plain(folder_of("qwen3"), works, dtype=torch.float32)
+    assert distance(found[0], plain) <= 3e-6
+
+
+@pytest.mark.parametrize("rewards", [[0.5] * 3, [None] * 3, [None, 0.7, None]], ids=["equal", "none", "one"])
+@pytest.mark.parametrize("rewards_known", ["none", "all"])
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+def test_grpo_group_without_variance_leaves_zero_and_still_counts(folder_of, rewards, rewards_known, accumulator):
+    works = with_rewards(batch(seed=21, groups=1, samples=3), rewards)
+    works = works if rewards_known == "none" else known(works, "all")
+    rank = make_rank(folder_of("qwen3"), "grpo", dtype="float32", accumulator=accumulator)
+    n = sum(rank.run(w).n_scored for w in works)
+    assert n == sum(work.source.n_scored for work, _ in contexts(works)) > 0
+    assert all(not g.any() for g in rank.gradient().values())
+    assert rank.forest.groups == {}
+
+
+@pytest.mark.parametrize("rewards_known", ["none", "last", "all"])
+def test_a_sample_without_a_reward_has_no_gradient_and_its_group_goes_on(folder_of, rewards_known):
+    works = with_rewards(batch(seed=21, groups=1, samples=4), [1.0, None, 0.0, 0.5])
+    plain, n = grpo_plain(folder_of("qwen3"), works)
+    works = works if rewards_known == "none" else known(works, rewards_known)
+    rank = make_rank(folder_of("qwen3"), "grpo")
     assert sum(rank.run(w).n_scored for w in works) == n
     assert distance(rank.gradient(), plain) <= 1e-12
 
 
-def test_grpo_group_without_variance_leaves_zero_and_still_counts(folder_of):
-    works = [
-        CloseTrajectory(w.trajectory, 0.5) if isinstance(w, CloseTrajectory) else w
-        for w in batch(seed=21, groups=1, samples=3)
-    ]
+def test_a_sample_that_never_sampled_a_turn_counts_by_its_reward(folder_of):
+    """A lost member: its rollout failed before the first turn, but it was registered, closed and given a reward."""
+    works = with_rewards(batch(seed=21, groups=1, samples=3), [1.0, 0.5, 0.25])
+    lost = CloseTrajectory(TrajectoryId("g0", 3), 0.0)
+    works = [*works[:-1], lost, works[-1]]
+    plain, _ = grpo_plain(folder_of("qwen3"), works)
     rank = make_rank(folder_of("qwen3"), "grpo")
-    n = sum(rank.run(w).n_scored for w in works)
-    assert n == sum(work.source.n_scored for work, _ in contexts(works)) > 0
+    for work in works:
+        rank.run(work)
+    assert distance(rank.gradient(), plain) <= 1e-12
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_names_its_trajectory(folder_of, reward):
+    works = with_rewards(batch(seed=21, groups=1, samples=2), [1.0, reward])
+    rank = make_rank(folder_of("qwen3"), "grpo")
+    with pytest.raises(FloatingPointError, match="trajectory g0_1: its reward is"):
+        for work in works:
+            rank.run(work)
+    rank.abort_batch()
     assert all(not g.any() for g in rank.gradient().values())
 
 
-def test_grpo_needs_a_finite_reward(folder_of):
-    rank = make_rank(folder_of("qwen3"), "grpo")
-    for reward in (None, math.nan):
-        with pytest.raises(ValueError, match="trajectory g_0: reward"):
-            rank.run(CloseTrajectory(TrajectoryId("g", 0), reward))
-        rank.abort_batch()
+def test_grpo_of_identical_samples(folder_of):
+    """Same tokens, different rewards: Σ A_i H = 0 up to rounding under every law, with or without statistics."""
+    works = batch(seed=23, groups=1, samples=1)[:-1]
+    twins = [*works[:-1], CloseTrajectory(TrajectoryId("g0", 0), 0.0)]
+    for work in works[:-1]:
+        source = dataclasses.replace(work.source, trajectory=TrajectoryId("g0", 1))
+        twins.append(dataclasses.replace(work, source=source))
+    twins += [CloseTrajectory(TrajectoryId("g0", 1), 1.0), CloseGroup("g0")]
+    single = make_rank(folder_of("qwen3"), "grpo")
+    h, _ = plain_gradient(folder_of("qwen3"), works, weight_of=lambda work, logp_T: torch.ones_like(logp_T))
+    for work in twins:
+        single.run(work)
+    size = sum(float(g.square().sum()) for g in h.values()) ** 0.5
+    assert sum(float(g.square().sum()) for g in single.gradient().values()) ** 0.5 <= 1e-12 * size

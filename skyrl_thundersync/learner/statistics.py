@@ -1,0 +1,46 @@
+"""GRPO's streaming statistics of one open group: G1 = Σ r_i H_i and G2 = Σ H_i, FP32 on the host (PAPER.md, "GRPO, exactly").
+
+A trajectory is swept when it closes, though its group's mean and deviation are not known yet. Its gradient H_i goes into
+both sums, and what its sweep leaves on the shared prompt into two adjoints. When the group closes, g = c·(G1 − b·G2) joins
+the batch's gradient and c·(adj1 − b·adj2) the prompt's adjoint; for the population law c = 1/(m(σ+ε)) and b = μ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from skyrl_thundersync.learner.accumulate import Accumulator
+from skyrl_thundersync.learner.segments import Segment, empty_adjoint
+
+
+class GroupStatistics:
+    """The sums of one group, two model-sized buffers; `samples`: whose H_i they hold."""
+
+    def __init__(self, accumulator: Accumulator, prompt: list[Segment]):
+        self.accumulator, self.prompt, self.samples = accumulator, prompt, set()
+        self.g1, self.g2 = torch.zeros_like(accumulator.flat), torch.zeros_like(accumulator.flat)
+        self.adjoints = [(empty_adjoint(len(node.adjoint)), empty_adjoint(len(node.adjoint))) for node in prompt]
+
+    @contextmanager
+    def collecting(self, sample: int, reward: float) -> Iterator[None]:
+        """Within it, gradients of `sample` and what they leave on the prompt are H_i: summed with weights r_i and 1."""
+        self.samples.add(sample)
+        with ExitStack() as stack:
+            stack.enter_context(self.accumulator.collecting([(self.g1, reward), (self.g2, 1.0)]))
+            for node, (first, second) in zip(self.prompt, self.adjoints, strict=True):
+                stack.enter_context(node.collecting([(first, reward), (second, 1.0)]))
+            yield
+
+    def close(self, b: float, c: float) -> None:
+        """Add c·(G1 − b·G2) to the batch's gradient and the same of the adjoints to the prompt's; c = 0 adds nothing."""
+        if c == 0.0:
+            return
+        self.accumulator.flat.add_(self.g1.sub_(self.g2, alpha=b), alpha=c)
+        for node, (first, second) in zip(self.prompt, self.adjoints, strict=True):
+            for layer, pair in enumerate(first):
+                for part, adj1 in enumerate(pair):
+                    if adj1 is not None:
+                        node.deposit(layer, part, adj1.sub_(second[layer][part], alpha=b).mul_(c))
