@@ -100,21 +100,21 @@ class Replica:
         heapq.heappush(self._running, (self._progress + tokens, self._arrivals, key))
         self._schedule()
 
-    @property
-    def _token_s(self) -> float:
-        return self._step + self._per_request * len(self._running)
-
     def _advance(self) -> None:
         now = self._timers.time()
-        stalled = min(self._stall, now - self._at)
-        self._stall -= stalled
+        passed = now - self._at
+        if self._stall:
+            stalled = min(self._stall, passed)
+            self._stall -= stalled
+            passed -= stalled
         if self._running:
-            self._progress += (now - self._at - stalled) / self._token_s
+            self._progress += passed / (self._step + self._per_request * len(self._running))
         self._at = now
 
     def _schedule(self) -> None:
         """One timer, never later than the next end; arrivals mostly move that end back, so it is looked at when due."""
-        due = self._at + self._stall + max(0.0, self._running[0][0] - self._progress) * self._token_s
+        token_s = self._step + self._per_request * len(self._running)
+        due = self._at + self._stall + max(0.0, self._running[0][0] - self._progress) * token_s
         if due < self._timer:
             self._timer = due
             self._timers.call_at(due, self._fire, due)

@@ -1,323 +1,248 @@
-"""Updates in virtual time, by the scheduler that real ones run: `trainer.Update` and stream/, with simulated machines.
+"""Which split of the devices, which schedule, which admission cap: answered in virtual time, before anything is rented.
 
-    python -m skyrl_thundersync.analysis.simulate one --schedule sync --ranks 4 --replicas 2 --teachers 2
-    python -m skyrl_thundersync.analysis.simulate sweep --gpus 8
-    python -m skyrl_thundersync.analysis.simulate replay RUN_FOLDER
+    python -m skyrl_thundersync.analysis.simulate turns=30 skew=2 learner_rate=3000         the schedules side by side
+    python -m skyrl_thundersync.analysis.simulate --gpus 8 --caps 1,2,4,none                all splits, schedules and caps
+    python -m skyrl_thundersync.analysis.simulate --run RUN_FOLDER                          a recorded run's batches again
 
-Two drivers that agree to the bit: `via_update` runs the trainer's asyncio code under a clock that jumps, `direct` the same
-ledger, gate, placement and queues without asyncio, for batches of millions of sources.
+key=value sets a field of `workload.Workload` or `machines.Machine`. The scheduler is the one that trains (virtual_update.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-from array import array
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import difflib
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from skyrl_thundersync.analysis.machines import Learner, Machine, TeacherReplica
-from skyrl_thundersync.analysis.virtual_time import Events, Timers, VirtualLoop
-from skyrl_thundersync.analysis.workload import RecordedRollouts, Rollouts, float_zeros
-from skyrl_thundersync.stream.ledger import Ledger
-from skyrl_thundersync.stream.placement import Placement
-from skyrl_thundersync.stream.queue import ReadyQueue
-from skyrl_thundersync.stream.release import ReleaseGate
-from skyrl_thundersync.stream.sources import (
-    Append,
-    CloseGroup,
-    CloseTrajectory,
-    Source,
-    TrajectoryId,
-    Work,
-    WorkDone,
-)
-from skyrl_thundersync.trainer import MOST_PER_CALL, Update
-
-SCHEDULES = ("sync", "group", "thundersync")
+from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.replay import Recording, load_recordings, predict
+from skyrl_thundersync.analysis.virtual_update import Figures, Policy, direct
+from skyrl_thundersync.analysis.workload import Workload
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When work may run: the schedule (stream/release.py) and the admission cap (stream/admission.py; None: no cap)."""
+class Row:
+    """Means over the simulated updates of one configuration; `speedup` against sync on the same split."""
 
-    schedule: str = "thundersync"
-    cap: int | None = None
+    ranks: int
+    replicas: int
+    teachers: int
+    schedule: str
+    cap: int | None
+    speedup: float
+    figures: dict[str, float]
 
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
+    @property
+    def step_s(self) -> float:
+        return self.figures["step_s"]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One simulated update; seconds unless named otherwise. R, L, P, ρ, κ, λ as in theory.py, L a rank's mean.
+def simulate(workload: Workload, machine: Machine, policy: Policy, updates: int = 3, seed: int = 42) -> list[Figures]:
+    """`updates` independent updates, of seeds `seed`, `seed` + 1, …; the same trajectories for every machine and policy."""
+    return [direct(workload.rollouts(machine, seed + k), machine, policy).figures for k in range(updates)]
 
-    Attributes:
-        busy_share: share of T_k that the ranks worked.
-        early_share: share of their work done before the last rollout ended.
-        queue_wait_*: from a work item's release to its start.
-        state_tokens_peak: tokens whose cut states a rank held, at most; groups_peak: groups that held state on a rank.
+
+def compare(
+    workload: Workload, machine: Machine, policies: list[Policy], updates: int = 3, seed: int = 42
+) -> list[Row]:
+    """The policies on one machine, in the order given; speed-ups are T̄_sync / T̄ as PAPER.md's "Results" defines them."""
+    mean = {policy: _mean(simulate(workload, machine, policy, updates, seed)) for policy in policies}
+    sync = mean.get(Policy("sync")) or _mean(simulate(workload, machine, Policy("sync"), updates, seed))
+    split = (machine.ranks, machine.replicas, machine.teachers)
+    return [Row(*split, p.schedule, p.cap, sync["step_s"] / m["step_s"], m) for p, m in mean.items()]
+
+
+def sweep(
+    workload: Workload,
+    machine: Machine,
+    gpus: int,
+    policies: list[Policy],
+    updates: int = 3,
+    seed: int = 42,
+    state_limit: int | None = None,
+) -> list[Row]:
+    """Every split of `gpus` processes into ranks, replicas and (where `machine` has any) teachers; fastest first.
+
+    Args:
+        machine: speeds of one process each; its own split is not used.
+        state_limit: drop configurations in which a rank held the cut states of more tokens than this.
+
+    Raises:
+        ValueError: too few processes for one of each role, or nothing fits the limit.
     """
-
-    rollout_s: float
-    tail_s: float
-    suffix_s: float
-    step_s: float
-    busy_share: float
-    early_share: float
-    rho: float
-    kappa: float
-    tail: float
-    queue_wait_mean_s: float
-    queue_wait_p50_s: float
-    queue_wait_p99_s: float
-    queue_wait_max_s: float
-    state_tokens_peak: int
-    groups_peak: int
-    sources: int
-    work_items: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """A simulated update: its figures, and by work item in order of completion the rank, release, start and service."""
-
-    figures: Figures
-    rank: np.ndarray
-    released_s: np.ndarray
-    started_s: np.ndarray
-    service_s: np.ndarray
-
-
-class Meter:
-    """Simulated ranks with their books: when each work item was released, when it started and how long it took."""
-
-    def __init__(self, timers: Timers, machine: Machine) -> None:
-        self._timers = timers
-        self.learners = [Learner(machine) for _ in range(machine.ranks)]
-        self._released_at: dict[int, float] = {}
-        self.rank, self.released, self.started, self.service = array("l"), array("d"), array("d"), array("d")
-
-    def released_to(self, rank: int, work: Work) -> None:
-        self._released_at[id(work)] = self._timers.time()
-
-    def run(self, rank: int, works: list[Work]) -> list[float]:
-        """Start `works` now; busy seconds of each."""
-        at, seconds = self._timers.time(), self.learners[rank].run(works)
-        for work, service in zip(works, seconds, strict=True):
-            self.rank.append(rank)
-            self.released.append(self._released_at.pop(id(work)))
-            self.started.append(at)
-            self.service.append(service)
-            at += service
-        return seconds
-
-    def close(self, rollout_s: float, tail_s: float, suffix_s: float, sources: int) -> Run:
-        rank, released = np.array(self.rank), np.array(self.released)
-        started, service = np.array(self.started), np.array(self.service)
-        wait, step = started - released, rollout_s + tail_s + suffix_s
-        early = np.clip(rollout_s - started, 0.0, service).sum()
-        busy, ranks = float(service.sum()), len(self.learners)
-        figures = Figures(
-            rollout_s=rollout_s,
-            tail_s=tail_s,
-            suffix_s=suffix_s,
-            step_s=step,
-            busy_share=busy / (step * ranks),
-            early_share=float(early) / busy,
-            rho=busy / ranks / rollout_s,
-            kappa=suffix_s / rollout_s,
-            tail=tail_s / rollout_s,
-            queue_wait_mean_s=float(wait.mean()),
-            queue_wait_p50_s=float(np.percentile(wait, 50)),
-            queue_wait_p99_s=float(np.percentile(wait, 99)),
-            queue_wait_max_s=float(wait.max()),
-            state_tokens_peak=max(learner.state_tokens_peak for learner in self.learners),
-            groups_peak=max(learner.groups_peak for learner in self.learners),
-            sources=sources,
-            work_items=len(service),
+    rows = [
+        row
+        for ranks, replicas, teachers in splits(gpus, machine.teachers > 0)
+        for row in compare(
+            workload, replace(machine, ranks=ranks, replicas=replicas, teachers=teachers), policies, updates, seed
         )
-        return Run(figures, rank, released, started, service)
+    ]
+    fit = [row for row in rows if state_limit is None or row.figures["state_tokens_peak"] <= state_limit]
+    if not fit:
+        least = min(row.figures["state_tokens_peak"] for row in rows)
+        raise ValueError(f"no configuration keeps a rank's state within {state_limit} tokens; the least is {least:.0f}")
+    return sorted(fit, key=lambda row: row.step_s)
 
 
-class Teachers:
-    """Teacher replicas; a trajectory stays with the one that holds its cache."""
+def splits(gpus: int, teacher: bool) -> Iterator[tuple[int, int, int]]:
+    """All (ranks, replicas, teachers) that use `gpus` processes, each role at least one.
 
-    def __init__(self, timers: Timers, machine: Machine) -> None:
-        self._replicas = [TeacherReplica(timers, machine) for _ in range(machine.teachers)]
-        self._replica_of: dict[TrajectoryId, TeacherReplica] = {}
-
-    def submit(self, source: Source, done: Callable[..., None], *args) -> None:
-        replica = self._replica_of.get(source.trajectory)
-        if replica is None:
-            replica = self._replicas[len(self._replica_of) % len(self._replicas)]
-            self._replica_of[source.trajectory] = replica
-        replica.score(len(source.context_ids) + len(source.action_ids), done, *args)
-
-
-def direct(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> Run:
-    """Simulate one update with stream/'s own classes, without asyncio: some ten microseconds a work item."""
-    events = Events()
-    update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy)
-    rollouts.begin(events, update, update.on_rollouts_ended)
-    events.run(update.settle)
-    return update.close()
-
-
-def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> Run:
-    """Simulate one update with `trainer.Update` itself, unmodified, on an event loop in virtual time."""
-
-    async def main() -> Run:
-        loop = asyncio.get_running_loop()
-        meter = Meter(loop, machine.under(policy.schedule))
-        teacher = _Teacher(Teachers(loop, machine)) if _teaches(rollouts, machine) else None
-        update = Update(
-            rollouts.version,
-            rollouts.groups,
-            [_Rank(meter, rank) for rank in range(machine.ranks)],
-            teacher,
-            policy.schedule,
-            record=meter.released_to,
-            cap=policy.cap,
-            now=loop.time,
-        )
-
-        async def host() -> None:
-            ended = loop.create_future()
-            rollouts.begin(loop, update, lambda: ended.set_result(None))
-            await ended
-
-        await update.run(host())
-        return meter.close(update.clock.rollout_s, update.clock.tail_s, machine.suffix_s, update.ledger.n_sources)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main())
-
-
-def _teaches(rollouts: Rollouts | RecordedRollouts, machine: Machine) -> bool:
-    """Recorded sources were ready with their scores."""
-    return machine.teachers > 0 and not isinstance(rollouts, RecordedRollouts)
-
-
-class _Rank:
-    """A simulated rank as `trainer.LearnerRank`."""
-
-    def __init__(self, meter: Meter, rank: int) -> None:
-        self._meter, self._rank = meter, rank
-
-    async def run(self, work: list[Work]) -> list[WorkDone]:
-        seconds = self._meter.run(self._rank, work)
-        await asyncio.sleep(sum(seconds))
-        return [WorkDone(s) for s in seconds]
-
-
-class _Teacher:
-    """Simulated teachers as `trainer.Teacher`."""
-
-    def __init__(self, teachers: Teachers) -> None:
-        self._teachers = teachers
-
-    async def score(self, source: Source) -> tuple[float, ...]:
-        scored = asyncio.get_running_loop().create_future()
-        self._teachers.submit(source, scored.set_result, None)
-        await scored
-        return float_zeros(len(source.action_ids))
-
-    async def close(self, trajectory: TrajectoryId) -> None: ...
-
-
-class DirectUpdate:
-    """`trainer.Update` without asyncio, step for step: turns are scored one after the other within a trajectory, ready work
-    passes the gate to its rank's queue, and an idle rank takes what is ready at the end of a moment.
+    Raises:
+        ValueError: too few.
     """
+    if gpus < 2 + teacher:
+        raise ValueError(
+            f"{gpus} devices are too few: one each for {'learner, rollout, teacher' if teacher else 'both'}"
+        )
+    for ranks in range(1, gpus):
+        if not teacher:
+            yield ranks, gpus - ranks, 0
+            continue
+        for replicas in range(1, gpus - ranks):
+            yield ranks, replicas, gpus - ranks - replicas
 
-    def __init__(self, events: Events, rollouts, machine: Machine, policy: Policy) -> None:
-        self.ledger = Ledger(rollouts.version, rollouts.groups)
-        self._events, self._suffix_s = events, machine.suffix_s
-        self._meter = Meter(events, machine)
-        self._teachers = Teachers(events, machine) if _teaches(rollouts, machine) else None
-        self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
-        self._placement = Placement(machine.ranks)
-        self._queue = ReadyQueue(machine.ranks, policy.cap)
-        self._turns: dict[TrajectoryId, deque[Source | None]] = {t: deque() for t in self.ledger.trajectories}
-        self._rewards: dict[TrajectoryId, float | None] = {}
-        self._idle, self._woken = [True] * machine.ranks, deque()
-        self._rollouts_ended: float | None = None
-        self._last = 0.0
 
-    def on_turn(self, source: Source) -> None:
-        self.ledger.sampled(source)
-        if self._teachers is None:
-            self._ready(Append(source, None))
+def policies_of(caps: list[int | None]) -> list[Policy]:
+    """All schedules; caps only where more than one group can hold state."""
+    return [Policy("sync"), Policy("group"), *(Policy("thundersync", cap) for cap in caps)]
+
+
+def settings(arguments: list[str]) -> tuple[Workload, Machine]:
+    """`key=value` as fields of `Workload` and `Machine`.
+
+    Raises:
+        ValueError: an unknown key (the nearest is named), or a value that is no number.
+    """
+    known = {f.name: (kind, f.type) for kind in (Workload, Machine) for f in fields(kind)}
+    chosen: dict[type, dict] = {Workload: {}, Machine: {}}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise ValueError(f"{argument!r}: unknown field {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        kind, annotation = known[key]
+        chosen[kind][key] = _value(argument, text, annotation)
+    return Workload(**chosen[Workload]), Machine(**chosen[Machine])
+
+
+def _value(argument: str, text: str, annotation: str):
+    if "None" in annotation and text.lower() == "none":
+        return None
+    if annotation == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{argument!r}: write true or false")
+        return text.lower() == "true"
+    try:
+        return int(text) if "int" in annotation else float(text)
+    except ValueError:
+        raise ValueError(f"{argument!r}: {text!r} is not a number of the kind {annotation}") from None
+
+
+def _mean(figures: list[Figures]) -> dict[str, float]:
+    rows = [asdict(f) for f in figures]
+    most = {"state_tokens_peak", "groups_peak", "queue_wait_max_s"}
+    return {key: (max if key in most else statistics.fmean)(row[key] for row in rows) for key in rows[0]}
+
+
+def _caps(text: str) -> list[int | None]:
+    caps: list[int | None] = []
+    for part in text.split(","):
+        if part.strip() != "none" and not part.strip().isdigit():
+            raise ValueError(f"--caps {text!r}: write numbers of groups, or none, for example 1,2,4,none")
+        caps.append(None if part.strip() == "none" else int(part))
+    return caps
+
+
+def _print(rows: list[Row], most: int | None) -> None:
+    shown = ("rollout_s", "tail_s", "step_s", "busy_share", "queue_wait_p99_s", "state_tokens_peak")
+    table = Table("ranks", "replicas", "teachers", "schedule", "cap", *shown, "speed-up", box=None)
+    for row in rows[:most]:
+        f = row.figures
+        numbers = (
+            *(f"{f[key]:.1f}" for key in shown[:3]),
+            f"{f['busy_share']:.0%}",
+            f"{f['queue_wait_p99_s']:.1f}",
+            f"{f['state_tokens_peak']:.0f}",
+        )
+        cap = "none" if row.cap is None else str(row.cap)
+        table.add_row(
+            *map(str, (row.ranks, row.replicas, row.teachers)), row.schedule, cap, *numbers, f"{row.speedup:.2f}x"
+        )
+    Console(width=140).print(table)
+
+
+def _print_replay(recordings: list[Recording], rows: list[dict]) -> None:
+    table = Table("version", "schedule", "cap", "predicted step", "measured step", "error", box=None)
+    for row in rows:
+        measured, error = row["measured_step_s"], row["error_percent"]
+        table.add_row(
+            str(row["version"]),
+            row["schedule"],
+            "none" if row["cap"] is None else str(row["cap"]),
+            f"{row['figures']['step_s']:.2f} s",
+            "" if measured is None else f"{measured:.2f} s",
+            "" if error is None else f"{error:+.1f}%",
+        )
+    Console(width=140).print(table)
+    Console().print(f"{len(recordings)} recorded batches; speeds fitted to the others' busy time for each batch")
+
+
+def command(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Try every split of this many processes.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Replay this run folder's recorded batches instead.")] = None,
+    caps: Annotated[str, typer.Option(help="Admission caps to try, groups a rank.")] = "none",
+    updates: Annotated[int, typer.Option(help="Updates to simulate of each configuration.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the first update's draws.")] = 42,
+    state_limit: Annotated[
+        int | None, typer.Option(help="Most tokens whose state fits on a rank (with --gpus).")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Rows to show (with --gpus).")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict step time, tail and memory of the schedules, in virtual time, with the scheduler that trains."""
+    try:
+        workload, machine = settings(arguments or [])
+        policies = policies_of(_caps(caps))
+        if run is not None:
+            recordings = load_recordings(run, machine)
+            replayed = [row for index in range(len(recordings)) for row in predict(recordings, index, policies)]
+            print(json.dumps(replayed)) if as_json else _print_replay(recordings, replayed)
             return
-        turns = self._turns[source.trajectory]
-        turns.append(source)
-        if len(turns) == 1:
-            self._teachers.submit(source, self._scored, turns)
-
-    def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None:
-        self.ledger.closed(trajectory, host_scored)
-        self._rewards[trajectory] = reward
-        turns = self._turns[trajectory]
-        if turns:
-            turns.append(None)
+        if gpus is None:
+            rows = compare(workload, machine, policies, updates, seed)
         else:
-            self._swept(trajectory)
+            rows = sweep(workload, machine, gpus, policies, updates, seed, state_limit)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    _print(rows, top if gpus is not None else None)
+    if gpus is not None:
+        Console(width=140).print(_answer(rows))
 
-    def on_rollouts_ended(self) -> None:
-        self.ledger.require_closed()
-        self._rollouts_ended = self._events.time()
-        for work in self._gate.rollouts_ended():
-            self._enqueue(work)
 
-    def settle(self) -> None:
-        """End of a moment: ranks that have nothing to do take what is ready."""
-        while self._woken:
-            rank = self._woken.popleft()
-            if self._idle[rank] and (works := self._queue.take_ready(rank, MOST_PER_CALL)):
-                self._idle[rank] = False
-                end = self._events.time() + sum(self._meter.run(rank, works))
-                self._events.call_at(end, self._done, rank, works)
+def _answer(rows: list[Row]) -> str:
+    """Which split, which schedule, which cap; and what of it is the split's own doing."""
+    best, sync = rows[0], next((row for row in rows if row.schedule == "sync"), None)
+    cap = "" if best.cap is None else f" with cap {best.cap}"
+    text = f"best: {_split(best)}, {best.schedule}{cap}, {best.step_s:.1f} s a step"
+    if sync and sync is not best:
+        text += f"; {sync.step_s / best.step_s:.2f}x sync on its own best split ({_split(sync)}, {sync.step_s:.1f} s)"
+    return text
 
-    def close(self) -> Run:
-        self.ledger.require_complete()
-        tail = max(self._last, self._rollouts_ended) - self._rollouts_ended
-        return self._meter.close(self._rollouts_ended, tail, self._suffix_s, self.ledger.n_sources)
 
-    def _scored(self, turns: deque[Source | None]) -> None:
-        source = turns.popleft()
-        self._ready(Append(source, float_zeros(len(source.action_ids))))
-        if not turns:
-            return
-        if turns[0] is None:
-            turns.clear()
-            self._swept(source.trajectory)
-        else:
-            self._teachers.submit(turns[0], self._scored, turns)
+def _split(row: Row) -> str:
+    return f"{row.ranks} ranks + {row.replicas} replicas" + (f" + {row.teachers} teachers" if row.teachers else "")
 
-    def _swept(self, trajectory: TrajectoryId) -> None:
-        self._ready(CloseTrajectory(trajectory, self._rewards[trajectory]))
-        if self.ledger.group_swept(trajectory.group):
-            self._ready(CloseGroup(trajectory.group))
 
-    def _ready(self, work: Work) -> None:
-        self.ledger.released(work)
-        for released in self._gate.offer(work):
-            self._enqueue(released)
-
-    def _enqueue(self, work: Work) -> None:
-        rank = self._placement.rank(work)
-        self._meter.released_to(rank, work)
-        self._queue.put(rank, work)
-        self._woken.append(rank)
-
-    def _done(self, rank: int, works: list[Work]) -> None:
-        for work in works:
-            self.ledger.acknowledged(work)
-            self._placement.acknowledged(work)
-            self._queue.acknowledged(rank, work)
-        self._idle[rank], self._last = True, self._events.time()
-        self._woken.append(rank)
+if __name__ == "__main__":
+    typer.run(command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 
@@ -35,32 +35,33 @@ class Events:
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (when, self._count, callback, args))
+        heapq.heappush(self._heap, (when if when > self._now else self._now, self._count, callback, args))
 
     def next_moment(self) -> list[tuple[Callable, tuple]]:
         """Advance to the next moment with a timer; what is due then, in the order it was asked for. Empty: nothing left."""
         if not self._heap:
             return []
         when = self._heap[0][0]
-        self._now = max(self._now, when)
+        self._now = when
         due = []
         while self._heap and self._heap[0][0] == when:
             due.append(heapq.heappop(self._heap)[2:])
         return due
 
-    def run(self, settle: Callable[[], None]) -> None:
-        """Run until nothing is left; `settle` is called at the end of each moment."""
-        heap = self._heap
+    def run(self, settle: Callable[[], None], unsettled: Collection) -> None:
+        """Run until nothing is left; `settle` is called at the end of each moment that left something in `unsettled`."""
+        heap, pop = self._heap, heapq.heappop
         while heap:
-            when, _, callback, args = heapq.heappop(heap)
-            self._now = max(self._now, when)
+            when, count, callback, args = pop(heap)
+            self._now = when
             if heap and heap[0][0] == when:
-                heapq.heappush(heap, (when, 0, callback, args))
+                heapq.heappush(heap, (when, count, callback, args))
                 for callback, args in self.next_moment():
                     callback(*args)
             else:
                 callback(*args)
-            settle()
+            if unsettled:
+                settle()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from skyrl_thundersync.analysis.machines import Machine, Replica
 from skyrl_thundersync.analysis.record import Batch
@@ -190,12 +188,6 @@ class RecordedRollouts:
             self._timers.call_at(self._end, self._ended)
         else:
             self._ended()
-
-
-def schedule_of(run_dir: Path) -> str | None:
-    """The schedule a run was recorded under, from its config.yaml; None without one."""
-    path = run_dir / "config.yaml"
-    return OmegaConf.load(path).thundersync.schedule if path.exists() else None
 
 
 @lru_cache(maxsize=8192)

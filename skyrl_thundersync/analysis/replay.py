@@ -1,0 +1,122 @@
+"""Recorded updates again in virtual time: what another schedule, cap or number of ranks would have made of them.
+
+The rollouts happen as recorded. What a learner costs per token is fitted to the busy time of the run's other updates, so that
+no update is predicted from itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.record import Batch, load_batches
+from skyrl_thundersync.analysis.theory import measured_error
+from skyrl_thundersync.analysis.virtual_update import Policy, direct
+from skyrl_thundersync.analysis.workload import RecordedRollouts
+
+FIT_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded update and what was measured of it, seconds. `busy_s`: of all ranks together."""
+
+    batch: Batch
+    machine: Machine
+    rollout_s: float
+    step_s: float
+    busy_s: float
+
+    def rollouts(self) -> RecordedRollouts:
+        return RecordedRollouts(self.batch, self.rollout_s)
+
+
+def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
+    """A run folder's recorded batches with their metrics, on as many ranks as they ran on.
+
+    Args:
+        machine: what the run folder does not say: item_s, past_tokens, retain_tokens. Its speeds are fitted later.
+
+    Raises:
+        FileNotFoundError: no recorded batch, no metrics or no configuration.
+        ValueError: the run had another schedule than thundersync: its release times are those of a barrier.
+    """
+    run = OmegaConf.load(run_dir / "config.yaml").thundersync
+    if run.schedule != "thundersync":
+        raise ValueError(
+            f"{run_dir} was recorded under the schedule {run.schedule!r}: its work was released at a barrier, and when it "
+            f"was ready is not known. Record with thundersync.schedule=thundersync"
+        )
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {int(row["thundersync/policy_version"]): row for row in map(json.loads, lines) if "timing/update" in row}
+    recordings = []
+    for batch in load_batches(run_dir / "record"):
+        if batch.version not in rows:
+            raise ValueError(
+                f"{run_dir}/metrics.jsonl has no update of policy version {batch.version}, but it is recorded"
+            )
+        row = rows[batch.version]
+        own = replace(
+            machine,
+            ranks=run.learner.ranks or max(batch.ranks) + 1,
+            block_tokens=run.learner.block_tokens,
+            sweep_at_close=run.objective == "opd",
+            suffix_s=row["timing/suffix"],
+        )
+        recordings.append(
+            Recording(batch, own, row["timing/rollout"], row["timing/update"], row["timing/learner_busy"])
+        )
+    return recordings
+
+
+def fit(recordings: list[Recording], machine: Machine) -> Machine:
+    """`machine` with the learner rate at which the recordings take their measured busy time, summed.
+
+    How turns wait for each other depends on the speed, so the rate is corrected until simulated and measured time agree.
+
+    Raises:
+        ValueError: nothing was measured, or `item_s` alone exceeds it.
+    """
+    measured = sum(r.busy_s for r in recordings)
+    for _ in range(FIT_ROUNDS):
+        fixed = busy = 0.0
+        for recording in recordings:
+            on = replace(recording.machine, learner_rate=machine.learner_rate)
+            run = direct(recording.rollouts(), on, Policy())
+            fixed += len(run.service_s) * on.item_s
+            busy += float(run.service_s.sum())
+        if measured <= fixed:
+            raise ValueError(f"measured learner time {measured:.3f} s is less than item_s of all work, {fixed:.3f} s")
+        machine = replace(machine, learner_rate=machine.learner_rate * (busy - fixed) / (measured - fixed))
+    return machine
+
+
+def predict(recordings: list[Recording], index: int, policies: list[Policy]) -> list[dict]:
+    """Update `index` under each policy, with a learner rate fitted to the others (to itself where it is the only one).
+
+    Returns:
+        One row a policy: version, schedule, cap, learner_rate, figures; for what was run also measured_step_s and
+        error_percent, d_i of PAPER.md on step time; None for what was not.
+    """
+    target = recordings[index]
+    machine = fit(recordings[:index] + recordings[index + 1 :] or recordings, target.machine)
+    rows = []
+    for policy in policies:
+        figures = direct(target.rollouts(), machine, policy).figures
+        ran = policy == Policy()
+        rows.append(
+            {
+                "version": target.batch.version,
+                "schedule": policy.schedule,
+                "cap": policy.cap,
+                "learner_rate": machine.learner_rate,
+                "figures": asdict(figures),
+                "measured_step_s": target.step_s if ran else None,
+                "error_percent": float(measured_error(figures.step_s, target.step_s)) if ran else None,
+            }
+        )
+    return rows
