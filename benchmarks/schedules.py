@@ -1,16 +1,16 @@
 """sync, group and thundersync side by side on the same seeds, in one process tree.
 
-    python -m benchmarks.schedules [--updates 6] [--rounds 2] [key=value …]
+    python -m benchmarks.schedules [--updates 5] [--rounds 1] [key=value …]
 
 Each run is `skyrl train` with the preset `opd/bench` and one schedule; rounds interleave the schedules so that a machine
-that drifts hits all of them. The first update of a run is warm-up and dropped. Speed-up of a schedule is sync's mean step
+that drifts hits all of them. The student is the quickstart's with a wider MLP whose added units are silent: it acts like
+the original at thirty times the arithmetic. The first update of a run is warm-up and dropped. Speed-up of a schedule is sync's mean step
 time over its own (PAPER.md, "Results"), with the range over paired updates of the same round and index.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,17 +25,43 @@ from rich.table import Table
 SCHEDULES = ("sync", "group", "thundersync")
 
 
-def run(schedule: str, folder: Path, updates: int, overrides: list[str]) -> list[dict]:
+WIDTH = 16384  # of the student's MLP; 384 in the original
+
+
+def widened_student(folder: Path) -> Path:
+    """The quickstart's student with an MLP of `WIDTH` units, those added having output weights of zero."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
+    from skyrl_thundersync.quickstart.files import load_asset
+
+    torch.manual_seed(0)
+    small = load_asset("student")
+    wide = Qwen3ForCausalLM(Qwen3Config(**{**small.config.to_dict(), "intermediate_size": WIDTH})).float()
+    weights = wide.state_dict()
+    for name, weight in small.state_dict().items():
+        if name.endswith("down_proj.weight"):
+            weights[name].zero_()
+        weights[name][tuple(slice(n) for n in weight.shape)] = weight
+    wide.load_state_dict(weights)
+    wide.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(schedule: str, student: Path, folder: Path, updates: int, overrides: list[str]) -> list[dict]:
     """One training run of `updates` counted updates; its metrics rows without the warm-up."""
     command = [
         str(Path(sys.executable).with_name("skyrl-thundersync")),
         *("train", "+plugin=thundersync", "+config=opd/bench"),
         f"thundersync.schedule={schedule}",
+        f"trainer.policy.model.path={student}",
         f"thundersync.run_dir={folder}",
         f"trainer.max_training_steps={updates + 1}",
         *overrides,
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(f"{schedule}: `{' '.join(command)}` exited {done.returncode}\n{done.stdout[-3000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -84,15 +110,18 @@ def main(
     rows: dict[str, list[dict]] = {schedule: [] for schedule in SCHEDULES}
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
+        student = widened_student(Path(folder) / "student")
         for index in range(rounds):
             for schedule in SCHEDULES:
                 console.print(f"round {index + 1}/{rounds}: {schedule}")
-                rows[schedule] += run(schedule, Path(folder) / f"{schedule}-{index}", updates, overrides or [])
+                rows[schedule] += run(schedule, student, Path(folder) / f"{schedule}-{index}", updates, overrides or [])
     result = summary(rows)
     if as_json:
         print(json.dumps(result))
         return
-    table = Table("schedule", "updates", "rollout", "tail", "suffix", "step", "busy", "N_k", "speed-up", "range", box=None)
+    table = Table(
+        "schedule", "updates", "rollout", "tail", "suffix", "step", "busy", "N_k", "speed-up", "range", box=None
+    )
     for r in result:
         table.add_row(
             r["schedule"],
