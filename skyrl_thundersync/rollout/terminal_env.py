@@ -8,10 +8,13 @@ at a time, different ones concurrently.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import logging
 import math
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,8 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import registry
 
-from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost
+from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
+from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost, checked_path
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 if TYPE_CHECKING:  # it imports all of SkyRL
@@ -72,7 +76,7 @@ def parse_action(text: str) -> tuple[str, bool]:
     return (before.strip(), True) if last.strip() == SUBMIT else (command, False)
 
 
-def describe(result: CommandResult, timeout_s: float) -> str:
+def describe(result: CommandResult, timeout_s: float, workdir: str = WORKSPACE) -> str:
     """What the agent reads of a command: its output, then what it could not know from it, in brackets."""
     lines = [result.output.rstrip("\n")] if result.output.strip() else []
     if result.timed_out:
@@ -82,7 +86,7 @@ def describe(result: CommandResult, timeout_s: float) -> str:
     if not lines:
         lines.append("(no output)")
     if result.shell_ended:
-        lines.append(f"[new shell in {WORKSPACE}]")
+        lines.append(f"[new shell in {workdir}]")
     return "\n".join(lines)
 
 
@@ -90,7 +94,15 @@ class TerminalEnv(BaseTextEnv):
     """One episode.
 
     `extras` is the dataset row: task_id (str), files ({relative path: text} or its JSON), checker (bash), max_turns
-    (int), image (optional, Docker only). `env_config` is not used.
+    (int). `env_config` is not used. Optional:
+
+    - image: Docker only, unless image_optional is true: bubblewrap then does without;
+    - workdir: where commands start and the checker runs, if not /workspace; the root file system can then be written
+      to where user 1000 may; env: variables of the agent's shell ({name: value} or its JSON);
+    - tests: {path: text or {"base64": …}} or its JSON: the checker is a Harbor verifier (`harbor_verifier`), which finds
+      them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
+    - agent_timeout_s: the episode ends, and is graded, after the first turn past it; verifier_timeout_s;
+    - needs: what this environment has not, comma-separated; a row with any is refused.
     """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -106,12 +118,26 @@ class TerminalEnv(BaseTextEnv):
         self.task_id = _field(extras, "task_id", str)
         self._files = _files(self.task_id, extras)
         self._checker = _field(extras, "checker", str)
+        if extras.get("needs") not in (None, "", "build"):
+            raise TaskError(self.task_id, "needs", f"{extras['needs']}: run it through Harbor, not in this environment")
         self._image = extras.get("image")
+        if self._pool.backend == "bubblewrap" and extras.get("image_optional"):
+            self._image = None
+        self._workdir = extras.get("workdir") or WORKSPACE
+        self._env = _mapping(self.task_id, extras, "env")
+        self._tests = _tests(self.task_id, extras)
+        self._verifier_env = _mapping(self.task_id, extras, "verifier_env")
+        self._partial_credit = extras.get("partial_credit") is not False
+        self._agent_timeout_s = _seconds(extras, "agent_timeout_s", math.inf)
+        self._verifier_timeout_s = _seconds(extras, "verifier_timeout_s", CHECKER_TIMEOUT_S)
         self.max_turns = _field(extras, "max_turns", int)
         if self.max_turns < 1:
             raise TaskError(self.task_id, "max_turns", f"must be at least 1, got {self.max_turns}")
         self._sandbox: Sandbox | None = None
         self._reward = 0.0
+        self._solved = False
+        self._verifier_failed = False
+        self._deadline = math.inf
         self._done = False
         self._tool_seconds = 0.0
         self._timed_out = 0
@@ -124,12 +150,17 @@ class TerminalEnv(BaseTextEnv):
             TaskError: the files cannot be put there.
             SandboxError: there is no sandbox to be had.
         """
-        self._sandbox = self._pool.create(self._image)
+        self._deadline = time.monotonic() + self._agent_timeout_s
+        self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
         try:
             self._sandbox.write_files(self._files)
+            self._enter_workdir(self._sandbox)
         except ValueError as error:
             self.close()
             raise TaskError(self.task_id, "files", str(error)) from error
+        except TaskError:
+            self.close()
+            raise
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -149,13 +180,15 @@ class TerminalEnv(BaseTextEnv):
             if command:
                 result = self._sandbox.run(command, self._config.command_timeout_s)
                 self._timed_out += result.timed_out
-                observation = describe(result, self._config.command_timeout_s)
+                observation = describe(result, self._config.command_timeout_s, self._workdir)
+                if result.shell_ended and not submitted:
+                    self._enter_workdir(self._sandbox)
             elif not submitted:
                 observation = "(no command)"
             # Stands for a slow tool, so it is there whatever the command was.
             time.sleep(self._config.latency_s)
             self._tool_seconds += time.monotonic() - started
-            self._done = submitted or self.turns >= self.max_turns
+            self._done = submitted or self.turns >= self.max_turns or time.monotonic() > self._deadline
             if self._done:
                 self._reward = self._grade(self._sandbox)
         except SandboxLost as error:
@@ -181,18 +214,43 @@ class TerminalEnv(BaseTextEnv):
             self._sandbox = None
 
     def get_metrics(self) -> dict[str, Any]:
-        """Turns taken, 1.0 where the full reward was earned, seconds in tools (latency included), commands timed
-        out, 1.0 where the agent lost its sandbox."""
+        """Turns taken, 1.0 where the full (official) reward was earned, seconds in tools (latency included), commands
+        timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward."""
         return {
             "turns": self.turns,
-            "solved": float(self._reward >= 1.0),
+            "solved": float(self._solved),
             "tool_seconds": self._tool_seconds,
             "commands_timed_out": self._timed_out,
             "sandbox_lost": float(self._lost),
+            "verifier_failed": float(self._verifier_failed),
         }
 
+    def _enter_workdir(self, sandbox: Sandbox) -> None:
+        """What a new shell of the agent's starts with."""
+        words = [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
+        if self._workdir != WORKSPACE:
+            words.append(f"cd {shlex.quote(self._workdir)}")
+        if words and (result := sandbox.run(" && ".join(words), self._config.command_timeout_s)).exit_code != 0:
+            raise TaskError(self.task_id, "workdir", f"the shell cannot start there: {result.output.strip()}")
+
     def _grade(self, sandbox: Sandbox) -> float:
-        result = sandbox.check(self._checker, CHECKER_TIMEOUT_S)
+        if self._tests is not None:
+            return self._grade_by_harbor(sandbox, self._tests)
+        reward = self._grade_by_checker(sandbox)
+        self._solved = reward >= 1.0
+        return reward
+
+    def _grade_by_harbor(self, sandbox: Sandbox, tests: Mapping[str, bytes]) -> float:
+        script = grading_script(self._checker, tests, self._workdir, self._env | self._verifier_env)
+        grade: Grade = read_grade(sandbox.check(script, self._verifier_timeout_s))
+        if grade.problem is not None:
+            logger.warning("task %r: graded 0: %s", self.task_id, grade.problem)
+        self._verifier_failed = grade.problem is not None
+        self._solved = grade.solved
+        return grade.training_reward(self._partial_credit)
+
+    def _grade_by_checker(self, sandbox: Sandbox) -> float:
+        result = sandbox.check(self._checker, self._verifier_timeout_s)
         if result.timed_out:
             return 0.0
         lines = result.output.rstrip().splitlines()
@@ -216,16 +274,48 @@ def _field(extras: Mapping[str, Any], name: str, kind: type) -> Any:
     raise TaskError(extras.get("task_id", "?"), name, problem)
 
 
+def _seconds(extras: Mapping[str, Any], name: str, default: float) -> float:
+    value = extras.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise TaskError(extras.get("task_id", "?"), name, f"must be a positive number of seconds, got {value!r}")
+    return float(value)
+
+
 def _files(task_id: str, extras: Mapping[str, Any]) -> dict[str, str]:
-    files = extras.get("files")
-    if files is None:
+    if extras.get("files") is None:
         raise TaskError(task_id, "files", "is missing (a task without files has {})")
-    if isinstance(files, str):
+    return _mapping(task_id, extras, "files")
+
+
+def _mapping(task_id: str, extras: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A field that is a mapping or its JSON; {} where it is missing."""
+    value = extras.get(name)
+    if isinstance(value, str):
         try:
-            files = json.loads(files)
+            value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise TaskError(task_id, "files", f"is no valid JSON: {error}") from error
-    if not isinstance(files, Mapping):
-        raise TaskError(task_id, "files", f"must map paths to texts, got {type(files).__name__}")
+            raise TaskError(task_id, name, f"is no valid JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TaskError(task_id, name, f"must map paths to texts, got {type(value).__name__}")
     # A table of rows gives every row the union of all paths, with None where a row has no such file.
-    return {path: text for path, text in files.items() if text is not None}
+    return {path: text for path, text in value.items() if text is not None}
+
+
+def _tests(task_id: str, extras: Mapping[str, Any]) -> dict[str, bytes] | None:
+    """Contents of a Harbor verifier's files; None where the row has none, so that its checker gives the reward."""
+    if extras.get("tests") is None:
+        return None
+    tests = {}
+    for path, content in _mapping(task_id, extras, "tests").items():
+        try:
+            name = checked_path(path)
+            tests[name] = (
+                content.encode() if isinstance(content, str) else base64.b64decode(content["base64"], validate=True)
+            )
+        except (ValueError, TypeError, KeyError, binascii.Error) as error:
+            raise TaskError(task_id, "tests", f'{path!r}: neither text nor {{"base64": …}}: {error}') from error
+    return tests

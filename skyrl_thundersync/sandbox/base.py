@@ -16,6 +16,10 @@ from typing import Protocol, runtime_checkable
 WORKSPACE = "/workspace"
 """The working folder inside every sandbox: where task files land, commands start and the checker runs."""
 
+HARBOR_FOLDERS = ("/tests", "/logs", "/solution")
+"""Writable, empty folders where Harbor's conventions put a verifier's files, its results and a reference solution. The
+agent may write there; a grader empties them first."""
+
 TIMEOUT_EXIT_CODE = 124
 """`CommandResult.exit_code` of a command that ran into its time limit (the code of coreutils' `timeout`)."""
 

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from skyrl_thundersync.sandbox import cgroup
-from skyrl_thundersync.sandbox.base import WORKSPACE, Limits, Owner, SandboxError, SandboxLost
+from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, Limits, Owner, SandboxError, SandboxLost
 from skyrl_thundersync.sandbox.shell import AGENT_ENV, SHELL, Channel, ShellSandbox
 
 HOST_USER = 65534
@@ -123,9 +123,11 @@ class BubblewrapSandbox(ShellSandbox):
         command += [
             "--ro-bind", "/tmp/etc/passwd", "/etc/passwd", "--ro-bind", "/tmp/etc/group", "/etc/group",
             "--proc", "/proc", "--dev", "/dev", "--bind", f"{store}/shm", "/dev/shm", "--remount-ro", "/dev",
-            "--bind", f"{store}/tmp", "/tmp", "--bind", "/tmp/workspace", WORKSPACE, "--remount-ro", "/",
-            "--chdir", "/", "--clearenv",
+            "--bind", f"{store}/tmp", "/tmp", "--bind", "/tmp/workspace", WORKSPACE,
         ]
+        for folder in HARBOR_FOLDERS:
+            command += ["--bind", f"{store}{folder}", folder]
+        command += ["--remount-ro", "/", "--chdir", "/", "--clearenv"]
         # fmt: on
         for key, value in env.items():
             command += ["--setenv", key, value]
@@ -153,18 +155,19 @@ class _Holder:
     """Keeps a user and a mount namespace alive, with the sandbox's tmpfs over /tmp in it."""
 
     _SCRIPT = """
-        mkdir -p /tmp/workspace /tmp/etc /tmp/agent/tmp /tmp/agent/shm /tmp/grading/tmp /tmp/grading/shm &&
+        mkdir -p /tmp/workspace /tmp/etc /tmp/{{agent,grading}}/{{{folders}}} &&
         printf 'root:x:0:0:root:/:/bin/bash\\nagent:x:{user}:{user}:agent:{home}:/bin/bash\\n' >/tmp/etc/passwd &&
         printf 'root:x:0:\\nagent:x:{user}:\\n' >/tmp/etc/group && echo "ready $$" && exec cat
     """
 
     def __init__(self, limits: Limits) -> None:
+        folders = ",".join(["tmp", "shm", *(folder.removeprefix("/") for folder in HARBOR_FOLDERS)])
         # fmt: off
         command = [
             *_as_host_user(),
             "bwrap", "--unshare-user", "--die-with-parent", "--new-session", "--uid", "0", "--gid", "0",
             "--dev-bind", "/", "/", "--perms", "0755", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--",
-            "bash", "--norc", "--noprofile", "-c", self._SCRIPT.format(user=SANDBOX_USER, home=WORKSPACE),
+            "bash", "--norc", "--noprofile", "-c", self._SCRIPT.format(user=SANDBOX_USER, home=WORKSPACE, folders=folders),
         ]
         # fmt: on
         self._process = _start(command)

@@ -25,7 +25,7 @@ import docker.errors
 import requests.exceptions
 from docker.types import HostConfig
 
-from skyrl_thundersync.sandbox.base import WORKSPACE, Limits, Owner, SandboxError, SandboxLost
+from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, Limits, Owner, SandboxError, SandboxLost
 from skyrl_thundersync.sandbox.shell import AGENT_ENV, SHELL, Channel, ShellSandbox
 
 LABEL = "skyrl-thundersync."
@@ -128,7 +128,14 @@ class DockerSandbox(ShellSandbox):
     """See the module."""
 
     def __init__(
-        self, engine: DockerEngine, image: str, name: str, run_id: str, limits: Limits, output_limit_bytes: int
+        self,
+        engine: DockerEngine,
+        image: str,
+        name: str,
+        run_id: str,
+        limits: Limits,
+        output_limit_bytes: int,
+        writable_root: bool = False,
     ) -> None:
         """Create and start the container and the first shell.
 
@@ -148,7 +155,7 @@ class DockerSandbox(ShellSandbox):
                 network_disabled=True,
                 working_dir=WORKSPACE,
                 hostname="sandbox",
-                host_config=self._host_config(),
+                host_config=self._host_config(writable_root),
             )["Id"]
         except docker.errors.ImageNotFound as error:
             raise SandboxError(f"the Docker engine has no image {image!r}: docker pull or build it") from error
@@ -164,16 +171,17 @@ class DockerSandbox(ShellSandbox):
             self.close()
             raise SandboxError(f"starting a container of {image!r} failed: {error}") from error
 
-    def _host_config(self) -> HostConfig:
+    def _host_config(self, writable_root: bool) -> HostConfig:
         limits = self.limits
         writable = "rw,exec,nosuid,nodev,uid=1000,gid=1000,mode=755"
         return self._engine.api.create_host_config(
             network_mode="none",
             init=True,
-            read_only=True,
+            read_only=not writable_root,
             tmpfs={
-                WORKSPACE: f"{writable},size={limits.disk_bytes // 4 * 3}",
+                WORKSPACE: f"{writable},size={limits.disk_bytes // 8 * 5}",
                 "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes // 4}",
+                **{folder: f"{writable},size={limits.disk_bytes // 24}" for folder in HARBOR_FOLDERS},
             },
             shm_size=SHM_BYTES,
             cap_drop=["ALL"],

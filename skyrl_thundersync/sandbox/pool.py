@@ -47,8 +47,11 @@ class SandboxPool:
         self.sweep()
         atexit.register(self.close_all)
 
-    def create(self, image: str | None = None) -> Sandbox:
+    def create(self, image: str | None = None, writable_root: bool = False) -> Sandbox:
         """A new sandbox. `image`: a Docker image other than the configured one; bubblewrap has no images.
+
+        `writable_root`: user 1000 may write where the image lets it, beside the working folder and /tmp (Docker only; the
+        size of what is written there is not limited).
 
         Raises:
             SandboxError: it could not be made, or the pool is closed.
@@ -60,9 +63,9 @@ class SandboxPool:
         sandbox: ShellSandbox
         if self._engine is not None:
             sandbox = docker.DockerSandbox(
-                self._engine, image or self._config.image, name, self.run_id, self._limits, output_limit
+                self._engine, image or self._config.image, name, self.run_id, self._limits, output_limit, writable_root
             )
-        elif image is not None:
+        elif image is not None or writable_root:
             raise SandboxError(f"image {image!r} needs thundersync.sandbox.backend=docker; bubblewrap has no images")
         else:
             sandbox = bubblewrap.BubblewrapSandbox(name, self._limits, output_limit)

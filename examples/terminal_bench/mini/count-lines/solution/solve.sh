@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /workspace
+wc -l <melo.txt >ans

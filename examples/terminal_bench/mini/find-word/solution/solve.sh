@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /workspace
+grep -l zuto *.* >ans

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /workspace
+cat "$(cat loki.txt)" >ans

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /workspace
+mv sale.csv gira/

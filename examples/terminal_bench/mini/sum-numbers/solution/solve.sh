@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+cd /workspace
+awk '{s += $1} END {print s}' viro.txt >ans
