@@ -17,6 +17,12 @@ from skyrl_thundersync import logs
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.quiet import quiet_imports
 
+INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
+
+
+class Preempted(BaseException):
+    """SIGTERM ended the run; the message says what was saved. Not an error: nothing on the way out handles it."""
+
 
 def main() -> None:
     """Train with the configuration on the command line. Exits 0 when done, 130 on Ctrl-C, 1 on any error."""
@@ -31,7 +37,11 @@ def main() -> None:
 
 
 def train(cfg) -> int:
-    """Run the whole job; returns the exit status. Nothing is left running afterwards."""
+    """Run the whole job; returns the exit status. Nothing is left running afterwards.
+
+    130 on Ctrl-C. 143 on SIGTERM: the update that runs is dropped and, where checkpoints are kept at all, the last finished
+    one saved.
+    """
     run_dir = Path(cfg.thundersync.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     display = Display(sys.__stdout__.fileno())
@@ -42,9 +52,12 @@ def train(cfg) -> int:
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
         cause = first_cause(error)
         traceback.print_exception(error)
+        if isinstance(cause, Preempted):
+            display.error(f"Stopped by SIGTERM. {cause}. Log: {driver_log}")
+            return PREEMPTED
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
             display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
-            return 130
+            return INTERRUPTED
         display.error(f"{type(cause).__name__}: {cause}")
         display.error(f"The run ended; nothing of the unfinished update was applied. Whole traceback: {driver_log}")
         return 1
@@ -56,6 +69,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     from skyrl.train.config import get_config_as_yaml_str
 
     from skyrl_thundersync.hosts.cluster import Cluster
+    from skyrl_thundersync.hosts.resume import NothingLeftError
     from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
     from skyrl_thundersync.metrics import MetricsFile
     from skyrl_thundersync.rollout import terminal_env
@@ -66,8 +80,8 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     with SandboxPool(ts.sandbox, run_id=run_dir.name) as pool, Cluster(cfg, run_dir, display) as cluster:
-        # A scheduler's SIGTERM ends the run the way Ctrl-C does. Set after Ray, which sets a handler of its own.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
+        signal.signal(signal.SIGTERM, _preempt)
         terminal_env.configure(pool, ts.sandbox)
         terminal_env.register_terminal_env()
         experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
@@ -75,7 +89,11 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         trainer = experiment._setup_trainer()
         progress = Progress(display, metrics)
         trainer.add_callback(progress)
-        asyncio.run(trainer.train())
+        try:
+            asyncio.run(_until_preempted(trainer))
+        except NothingLeftError as done:
+            display.say(f"nothing left to train: {done}")
+            return
     metrics.close()
     rows = [("updates", str(trainer.global_step))]
     if progress.evaluations:
@@ -85,6 +103,42 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         rows.append(("model", str(cluster.saved)))
     rows.append(("metrics", str(run_dir / "metrics.jsonl")))
     display.summary("done", rows)
+
+
+def _preempt(*_) -> None:
+    """Before training: there is nothing to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers repeat themselves; the way out is taken once
+    raise Preempted("No update was running")
+
+
+async def _until_preempted(trainer) -> None:
+    """SkyRL's loop. SIGTERM cancels it where it waits: a step or a checkpoint that is being written ends first."""
+    loop, task, told = asyncio.get_running_loop(), asyncio.current_task(), []
+
+    def preempt() -> None:
+        if not told:
+            told.append(True)
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, preempt)
+    try:
+        await trainer.train()
+    except (asyncio.CancelledError, Exception) as error:
+        if not told:
+            raise  # Ctrl-C, or what went wrong
+        raise Preempted(_saved_last(trainer)) from error
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if told else _preempt)
+
+
+def _saved_last(trainer) -> str:
+    checkpoints = trainer.checkpoints
+    if trainer.cfg.trainer.ckpt_interval > 0 and checkpoints.unsaved:
+        return f"The running update was dropped, all before it are in {checkpoints.save()}"
+    if checkpoints.saved_step:
+        return f"The running update was dropped; the checkpoint of update {checkpoints.saved_step} is the newest"
+    return "The running update was dropped; no checkpoint was taken (trainer.ckpt_interval)"
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -243,6 +243,12 @@ RULES: tuple[Rule, ...] = (
         "in bfloat16 two kernels' log-probs differ by more for the same weights: every publication would be refused",
         "Set thundersync.publish.tolerance=0.1 for bfloat16, 0.001 for float32",
     ),
+    Rule(
+        "trainer.ckpt_path",
+        lambda got, cfg: "://" not in got,
+        "checkpoints are flushed and renamed, which object stores cannot do",
+        "Name a folder that every node mounts",
+    ),
     _at_least("thundersync.learner.ranks", 1, "rank"),
     _at_least("thundersync.learner.block_tokens", 1, "token"),
     _at_least("thundersync.learner.retain_gib", 0, "GiB"),
@@ -296,9 +302,10 @@ def validate(cfg: TrainConfig) -> None:
     Raises:
         ConfigError: with every problem found, one a line.
     """
+    from skyrl_thundersync.hosts.checkpoint import resume_problems
     from skyrl_thundersync.inputs import input_problems
 
-    problems = option_problems(cfg) or input_problems(cfg)
+    problems = option_problems(cfg) or input_problems(cfg) or resume_problems(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
     skyrl_agrees(cfg)

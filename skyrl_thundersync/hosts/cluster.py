@@ -201,6 +201,23 @@ class Cluster:
         ray.get(self._learners[0].save_weights.remote(str(folder)))
         self.saved = folder
 
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint of the learners takes on disk, about."""
+        return ray.get(self._learners[0].checkpoint_bytes.remote())
+
+    def describe_learners(self) -> dict:
+        """What a checkpoint must fit: parameter names and shapes, and a digest of what is frozen."""
+        return ray.get(self._learners[0].describe.remote())
+
+    def save_learners(self, folder: Path) -> list[dict]:
+        """Every rank writes its part of a checkpoint; what each says of it (learner/checkpoint.py), in rank order."""
+        return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners])
+
+    def load_learners(self, folder: Path, saved: dict, version: int) -> None:
+        """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
+        ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners])
+        self.version, self._served = version, None
+
     def _start_learners(self, logs: Path) -> list:
         ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
         settings = ts.learner

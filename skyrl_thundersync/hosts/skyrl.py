@@ -25,6 +25,7 @@ from skyrl.train.utils.callbacks import TrainingCallback
 from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.hosts.cluster import Cluster
+from skyrl_thundersync.hosts.resume import Checkpoints
 from skyrl_thundersync.metrics import MetricsFile, step_metrics, update_metrics
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.stream.sources import TrajectoryId
@@ -87,6 +88,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         super().__init__(*args, **kwargs)
         self._cluster, self._display, self._recorder = cluster, display, recorder
         self._update: Update | None = None
+        self.checkpoints = Checkpoints(self.cfg, cluster, display.say)
 
     def build_models(self, *_workers) -> None:
         self.dispatch = LearnerDispatch(self._cluster)
@@ -144,9 +146,19 @@ class ThunderSyncTrainer(RayPPOTrainer):
         """Reduce over ranks, divide by N_k, clip, one optimizer step."""
         start = time.perf_counter()
         finish = self._cluster.finish(self._update.ledger)
+        self.checkpoints.finished(self.global_step)
         status = update_metrics(self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts())
         self.all_metrics.update(status)
         return status
+
+    def save_checkpoints(self) -> str:
+        """All of the run at this update's boundary, atomically (hosts/checkpoint.py)."""
+        return str(self.checkpoints.save())
+
+    def load_checkpoints(self) -> tuple[int, str | None]:
+        """Take up the checkpoint that `trainer.resume_mode` names; `train()` publishes it before anything else."""
+        step, path, self.train_dataloader = self.checkpoints.load(self.train_dataloader, self.total_training_steps)
+        return step, path and str(path)
 
     def _published(self, publish_s: float) -> None:
         if self._update is not None:  # None at the first publication, before any update

@@ -169,8 +169,7 @@ class LearnerRank:
             raise RuntimeError(
                 f"learner rank {self.spec.rank}: the batch cannot finish with {', '.join(still_open)} open"
             )
-        if self._checksum() != self._published:
-            raise RuntimeError(f"learner rank {self.spec.rank}: parameters changed between two publications")
+        self.require_frozen()
         n_scored = torch.tensor(self.n_scored, dtype=torch.int64, device=self.segments.device)
         dist.all_reduce(n_scored)
         n_scored = int(n_scored)
@@ -238,6 +237,15 @@ class LearnerRank:
             "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "cut_gap": self.cut_gap,
         }
+
+    def require_frozen(self) -> None:
+        """Raises RuntimeError when parameters changed since the last step: they are constant between publications."""
+        if self._checksum() != self._published:
+            raise RuntimeError(f"learner rank {self.spec.rank}: parameters changed between two publications")
+
+    def parameters_replaced(self) -> None:
+        """All of them were set from a checkpoint: what comes next is a publication of these."""
+        self._published = self._checksum()
 
     def _checksum(self) -> tuple[int, ...]:
         """One integer per trainable parameter, of its bits: any single changed element changes it."""

@@ -182,6 +182,40 @@ class ZeroOptimizer:
         }
 
     @property
+    def steps(self) -> int:
+        """Steps taken, those before a resume included."""
+        return int(self.schedule.last_epoch)
+
+    def shard_state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This rank's flat FP32 masters, first and second moments (zeros before the first step): (shard_size,) each, on the
+        host."""
+        master = self.optimizer.single_partition_of_fp32_groups[0]
+        state = self.optimizer.optimizer.state.get(master, {})
+        moments = (state.get(key, torch.zeros_like(master)) for key in ("exp_avg", "exp_avg_sq"))
+        return tuple(t.detach().cpu().contiguous() for t in (master, *moments))
+
+    def load_shard_state(
+        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, steps: int
+    ) -> None:
+        """Put back what `shard_state` gave after `steps` steps. The student's own parameters are the caller's to set."""
+        target = self.optimizer.single_partition_of_fp32_groups[0]
+        with torch.no_grad():
+            target.copy_(master)
+        self.optimizer.optimizer.state[target] = {
+            # the fused step counts where it computes
+            "step": torch.tensor(float(steps), device=target.device),
+            "exp_avg": exp_avg.to(target.device),
+            "exp_avg_sq": exp_avg_sq.to(target.device),
+        }
+        self.schedule.last_epoch, self.schedule._step_count = steps, steps + 1
+        rates = [
+            base * factor(steps) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        ]
+        self.schedule._last_lr = rates
+        for group, rate in zip(self.optimizer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    @property
     def _device(self) -> torch.device:
         return self.optimizer.bit16_groups_flat[0].device
 

@@ -1,0 +1,343 @@
+"""Checkpoints as folders: `global_step_k`, and a pointer to the newest, under SkyRL's names and switches.
+
+SkyRL's own save writes in place and its load goes on without what it cannot read. Here a checkpoint is written aside,
+flushed, renamed and only then pointed to; one that is torn, foreign or does not fit this run is refused with what is
+wrong, and the one before it is offered. Nothing is pickled: safetensors and JSON. Imports no torch at the top, so that a
+resume can be refused before anything heavy loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_thundersync.durable import flush, replace_text, seal_all, sha256
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.config import TrainConfig
+
+FORMAT, FORMAT_VERSION = "skyrl_thundersync checkpoint", 1
+PREFIX, POINTER, MANIFEST = "global_step_", "latest_ckpt_global_step.txt", "manifest.json"
+MARGIN = 64 * 2**20
+"""Bytes to leave free beside a checkpoint."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or resumed from. The message says which, why, and what to do."""
+
+
+def step_of(path: Path) -> int | None:
+    """k of a folder named global_step_k."""
+    digits = path.name.removeprefix(PREFIX)
+    return int(digits) if path.name.startswith(PREFIX) and digits.isdigit() else None
+
+
+def steps(folder: Path) -> list[int]:
+    """The updates that `folder` has a checkpoint of, whole or not, ascending."""
+    return sorted(k for path in folder.glob(f"{PREFIX}*") if (k := step_of(path)) is not None)
+
+
+def save(
+    folder: Path, step: int, needed_bytes: int, write: Callable[[Path], tuple[dict, dict]], keep: int = -1
+) -> Path:
+    """Write the checkpoint of update `step`: all of it or nothing, then the pointer; then drop the oldest beyond `keep`.
+
+    Args:
+        needed_bytes: about what it takes on disk; with less free nothing is written.
+        write: fills the folder it is given; returns the manifest's own facts and {file: (bytes, sha256)} of the files that
+            it sealed already. All others are sealed here.
+        keep: how many checkpoints to keep, of updates up to this one; negative: all.
+
+    Returns the checkpoint's folder. Raises CheckpointError for too little space, and whatever `write` raises; the
+    checkpoints before it stay as they are.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _tidy(folder)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + MARGIN:
+        raise CheckpointError(
+            f"the checkpoint of update {step} takes {needed_bytes / 2**20:.0f} MiB and {folder} has {free / 2**20:.0f} MiB "
+            f"free; nothing was written. Free some space, or set trainer.max_ckpts_to_keep. {_newest(folder)}"
+        )
+    target = folder / f"{PREFIX}{step}"
+    part = folder / f".{target.name}.part"
+    part.mkdir()
+    try:
+        facts, sealed = write(part)
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "written_by": package_version("skyrl_thundersync"),
+            "global_step": step,
+            **facts,
+            "files": seal_all(part, part, known=sealed),
+        }
+        replace_text(part / MANIFEST, json.dumps({**manifest, "digest": _digest(manifest)}, indent=1))
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if target.exists():  # of a run that was resumed from an earlier one and came by again
+        target.rename(folder / f".{target.name}.old")
+    part.rename(target)
+    flush(folder)
+    replace_text(folder / POINTER, str(step))
+    if keep > 0:
+        for old in [k for k in steps(folder) if k <= step][:-keep]:
+            _drop(folder / f"{PREFIX}{old}")
+    _tidy(folder)
+    return target
+
+
+def choose(folder: Path, mode: str | None, resume_path: str | None) -> Path | None:
+    """The checkpoint that SkyRL's `resume_mode` and `resume_path` mean; None to start from the beginning.
+
+    "latest" follows the pointer. Where a crash came before the first one was written, it is the newest whole checkpoint.
+
+    Raises CheckpointError for a path that cannot be a checkpoint.
+    """
+    if mode in (None, "none"):
+        return None
+    if mode == "from_path":
+        if not resume_path:
+            raise CheckpointError("trainer.resume_mode=from_path needs trainer.resume_path=…/global_step_k")
+        path = Path(resume_path).expanduser().absolute()
+        if step_of(path) is None:
+            raise CheckpointError(f"trainer.resume_path={resume_path!r}: a checkpoint's folder is named {PREFIX}k")
+        _restore_replaced(path.parent)
+        return path
+    _restore_replaced(folder)
+    pointer = folder / POINTER
+    if not pointer.is_file():
+        return _whole_before(folder, None)
+    text = pointer.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise CheckpointError(f"{pointer} holds {text!r}, no update's number. {_offer(folder, None)}")
+    return folder / f"{PREFIX}{text}"
+
+
+def read(path: Path, hashes: bool) -> dict[str, Any]:
+    """A checkpoint's manifest, after its files were found whole.
+
+    Args:
+        hashes: read every file and compare its sha256; otherwise sizes only.
+
+    Raises CheckpointError for one that is missing, torn, foreign or of a newer format, and offers the one before it.
+    """
+    try:
+        return _read(path, hashes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_offer(path.parent, step_of(path))}") from None
+
+
+def check_run(path: Path, manifest: dict[str, Any], now: dict[str, Any]) -> None:
+    """Whether a run can go on from a checkpoint: `now` holds its facts (`run_facts`, or a rank's own description).
+
+    Raises CheckpointError naming every difference.
+    """
+    different = []
+    for name, value in now.items():
+        saved = manifest["run"].get(name)
+        if name == "parameters":
+            different += _shape_differences(saved, value)
+        elif saved != value:
+            different.append(f"{name} was {_short(saved)} and is {_short(value)}")
+    if different:
+        raise CheckpointError(
+            f"checkpoint {path} is of another run: {'; '.join(different)}. Resume it with the options it was trained with, "
+            f"or start a new run from its weights: trainer.resume_mode=none and trainer.policy.model.path={path}/student"
+        )
+
+
+def run_facts(cfg: TrainConfig) -> dict[str, Any]:
+    """Options that a resumed run must share: without them the data order, the objective or the adapter would change."""
+    lora = cfg.trainer.policy.model.lora
+    targets = lora.target_modules
+    return {
+        "thundersync.objective": cfg.thundersync.objective,
+        "trainer.seed": cfg.trainer.seed,
+        "trainer.train_batch_size": cfg.trainer.train_batch_size,
+        "trainer.max_prompt_length": cfg.trainer.max_prompt_length,
+        "trainer.policy.model.lora": [lora.rank, lora.alpha, targets if isinstance(targets, str) else list(targets)]
+        if lora.rank
+        else None,
+        "data.train_data": [_fingerprint(name) for name in cfg.data.train_data],
+    }
+
+
+def resume_problems(cfg: TrainConfig) -> list[str]:
+    """Why the resume that a configuration asks for cannot work; empty when it can. Reads no file's hash."""
+    try:
+        path = choose(Path(cfg.trainer.ckpt_path), cfg.trainer.resume_mode, cfg.trainer.resume_path)
+        if path is not None:
+            check_run(path, read(path, hashes=False), run_facts(cfg))
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+class Continued:
+    """A dataloader that has gone through `taken` batches: its next epoch is the rest of the one they end in.
+
+    The stock loader's saved state yields an empty epoch at an epoch's boundary, and other orders in later epochs. A fresh
+    loader of the same seed, taken the same way, is where the first run's was.
+    """
+
+    def __init__(self, loader, taken: int) -> None:
+        self._loader = loader
+        epochs, batches = divmod(taken, len(loader))
+        for _ in range(epochs):
+            for _ in loader:
+                pass
+        self._rest: Iterator | None = None
+        if batches:
+            self._rest = iter(loader)
+            for _ in range(batches):
+                next(self._rest)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator:
+        rest, self._rest = self._rest, None
+        return rest if rest is not None else iter(self._loader)
+
+
+def driver_random_state() -> dict[str, Any]:
+    """The states of this process's generators (random, NumPy, torch on the host), as JSON."""
+    import numpy
+    import torch
+
+    state = numpy.random.get_state(legacy=False)
+    numbers = {**state["state"], "key": state["state"]["key"].tolist()}
+    return {
+        "random": random.getstate(),
+        "numpy": {**state, "state": numbers},
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def restore_driver_random_state(state: dict[str, Any]) -> None:
+    """Put back what `driver_random_state` gave, after a trip through JSON."""
+    import numpy
+    import torch
+
+    version, words, gauss = state["random"]
+    random.setstate((version, tuple(words), gauss))
+    numbers = state["numpy"]["state"]
+    key = numpy.array(numbers["key"], dtype=numpy.uint32)
+    numpy.random.set_state({**state["numpy"], "state": {**numbers, "key": key}})
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+def _read(path: Path, hashes: bool) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder {path}")
+    file = path / MANIFEST
+    if not file.is_file():
+        if (path / "trainer_state.pt").is_file():
+            raise CheckpointError(
+                f"checkpoint {path} was written by SkyRL's own trainer, whose shards this one has not"
+            )
+        raise CheckpointError(f"checkpoint {path} is torn: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path} is torn: {MANIFEST} is not whole ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {path} is foreign: {MANIFEST} is not of format {FORMAT!r}")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format {manifest['format_version']}, written by skyrl_thundersync "
+            f"{manifest.get('written_by')}; this version reads format {FORMAT_VERSION}"
+        )
+    if manifest.pop("digest", None) != _digest(manifest):
+        raise CheckpointError(f"checkpoint {path} is torn: {MANIFEST} does not match its own digest")
+    if manifest["global_step"] != step_of(path):
+        raise CheckpointError(f"checkpoint {path} is that of update {manifest['global_step']}, renamed")
+    for name, (size, digest) in manifest["files"].items():
+        found = path / name
+        if not found.is_file():
+            raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
+        if found.stat().st_size != size:
+            raise CheckpointError(
+                f"checkpoint {path} is torn: {name} has {found.stat().st_size} bytes, {size} were written"
+            )
+        if hashes and sha256(found) != digest:
+            raise CheckpointError(f"checkpoint {path} is torn: the bytes of {name} are not those written")
+    return manifest
+
+
+def _whole_before(folder: Path, step: int | None) -> Path | None:
+    """The newest checkpoint in `folder` of an update before `step` (None: of any) whose every byte is right."""
+    for k in reversed(steps(folder)):
+        path = folder / f"{PREFIX}{k}"
+        if step is None or k < step:
+            try:
+                _read(path, hashes=True)
+            except CheckpointError:
+                continue
+            return path
+    return None
+
+
+def _offer(folder: Path, step: int | None) -> str:
+    whole = _whole_before(folder, step)
+    if whole is None:
+        return f"No earlier checkpoint in {folder} is whole: start again with trainer.resume_mode=none"
+    return f"The one before it is whole: set trainer.resume_mode=from_path trainer.resume_path={whole}"
+
+
+def _newest(folder: Path) -> str:
+    pointer = folder / POINTER
+    return f"The newest checkpoint is {folder / PREFIX}{pointer.read_text()}." if pointer.is_file() else ""
+
+
+def _shape_differences(saved: list, now: list) -> list[str]:
+    was, has = ({name: tuple(shape) for name, shape in entries} for entries in (saved, now))
+    different = [name for name in was.keys() | has.keys() if was.get(name) != has.get(name)]
+    shown = [f"parameter {k} was {was.get(k, 'absent')} and is {has.get(k, 'absent')}" for k in sorted(different)[:3]]
+    return shown + ([f"{len(different) - 3} more parameters differ"] if len(different) > 3 else [])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _fingerprint(name: str) -> list[str]:
+    """A task file by its name and content; a hub dataset by its name alone."""
+    file = Path(name).expanduser()
+    return [file.name, sha256(file)[:16]] if file.is_file() else [name]
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _drop(path: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever seen under its name."""
+    gone = path.with_name(f".{path.name}.part")
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _restore_replaced(folder: Path) -> None:
+    """Undo a replacement that a crash cut in two: the old checkpoint is back under its name."""
+    for old in folder.glob(f".{PREFIX}*.old"):
+        target = folder / old.name[1:].removesuffix(".old")
+        if not target.exists():
+            old.rename(target)
+
+
+def _tidy(folder: Path) -> None:
+    """Take away what an earlier crash, or a replacement, left."""
+    _restore_replaced(folder)
+    for pattern in (f".{PREFIX}*.part", f".{PREFIX}*.old"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)

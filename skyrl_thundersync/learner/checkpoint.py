@@ -1,0 +1,117 @@
+"""A rank's part of a checkpoint: FP32 masters and Adam moments, found again by parameter name on any number of ranks.
+
+ZeRO's own checkpoints hold flat shards that only the same number of ranks can read. Here every file carries a rank's flat
+shard as it is, and the layout says where each parameter lies in the shards laid end to end; a reader takes the ranges it
+needs from whichever files hold them. No collective: ranks write and read on their own. The student is not read back: it is
+the masters, rounded to its dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from skyrl_thundersync.durable import seal, seal_all
+from skyrl_thundersync.learner.accumulate import trainable
+from skyrl_thundersync.learner.rank import LearnerRank
+
+KEYS = ("master", "exp_avg", "exp_avg_sq")
+STUDENT, OPTIMIZER = "student", "optimizer"
+
+
+def shard_name(rank: int, ranks: int) -> str:
+    """A rank's file, relative to the checkpoint's folder."""
+    return f"{OPTIMIZER}/rank-{rank}-of-{ranks}.safetensors"
+
+
+def describe(rank: LearnerRank) -> dict[str, Any]:
+    """What a checkpoint must fit: the trainable parameters' names and shapes, and a digest of everything frozen."""
+    named = trainable(rank.model)
+    names = {name for name, _ in named}
+    frozen = [(k, t) for k, t in rank.model.state_dict().items() if k not in names and not _tied(t, named)]
+    digest = hashlib.sha256(json.dumps([(k, list(t.shape), _bits(t)) for k, t in frozen]).encode()).hexdigest()
+    return {"parameters": [[name, list(p.shape)] for name, p in named], "frozen": digest if frozen else None}
+
+
+def bytes_needed(rank: LearnerRank) -> int:
+    """What a checkpoint of the whole learner takes on disk, without the few files of other kinds."""
+    student = sum(p.numel() * p.element_size() for _, p in trainable(rank.model))
+    return student + 3 * 4 * rank.optimizer.layout.size
+
+
+def save_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
+    """Write this rank's shard under `folder`, rank 0 also the student (or adapter) in Hugging Face format; all flushed.
+
+    Between updates, or with a batch open, whose gradient is not part of it. Returns steps (taken so far), places
+    ([name, offset] in the flat order), shard_size and files ({path: (bytes, sha256)}).
+
+    Raises RuntimeError when parameters changed since the last publication, OSError when the disk does not take it.
+    """
+    rank.require_frozen()
+    optimizer, root = rank.optimizer, Path(folder)
+    path = root / shard_name(rank.spec.rank, rank.spec.world_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(zip(KEYS, optimizer.shard_state(), strict=True)), path)
+    files = {path.relative_to(root).as_posix(): seal(path)}
+    if rank.spec.rank == 0:
+        rank.save_weights(str(root / STUDENT))
+        files |= seal_all(root / STUDENT, root)
+    places = [[name, offset] for name, _, offset in optimizer.layout.places]
+    return {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size, "files": files}
+
+
+def load_rank(rank: LearnerRank, folder: str, saved: dict[str, Any]) -> None:
+    """Take parameters, masters, moments and the schedule's position from a checkpoint of any number of ranks.
+
+    `saved`: steps, places, shard_size and ranks, as the checkpoint's manifest holds them. The caller has checked that the
+    checkpoint fits (`describe`) and is whole. The learning rate and its schedule stay this run's own.
+    """
+    optimizer = rank.optimizer
+    with ExitStack() as stack:
+        shards = _Shards(stack, Path(folder), saved)
+        lo = rank.spec.rank * optimizer.shard_size
+        state = [torch.zeros(optimizer.shard_size) for _ in KEYS]
+        for name, p, offset in optimizer.layout.places:
+            a, b = max(offset, lo), min(offset + p.numel(), lo + optimizer.shard_size)
+            if a < b:
+                for key, target in zip(KEYS, state, strict=True):
+                    target[a - lo : b - lo] = shards.read(key, name, a - offset, b - offset)
+            with torch.no_grad():
+                p.copy_(shards.read("master", name, 0, p.numel()).view(p.shape))
+        optimizer.load_shard_state(*state, steps=saved["steps"])
+    rank.parameters_replaced()
+
+
+class _Shards:
+    """Reads ranges of parameters out of the files that hold them."""
+
+    def __init__(self, stack: ExitStack, folder: Path, saved: dict[str, Any]):
+        self._offsets, self._size = dict(saved["places"]), saved["shard_size"]
+        files = [folder / shard_name(rank, saved["ranks"]) for rank in range(saved["ranks"])]
+        self._files = [stack.enter_context(safe_open(file, "pt")) for file in files]
+
+    def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements start … stop - 1 of a parameter, flat, FP32."""
+        a, b = self._offsets[name] + start, self._offsets[name] + stop
+        parts = []
+        for index in range(a // self._size, (b - 1) // self._size + 1):
+            lo = index * self._size
+            parts.append(self._files[index].get_slice(key)[max(a, lo) - lo : min(b, lo + self._size) - lo])
+        return torch.cat(parts)
+
+
+def _tied(tensor: torch.Tensor, named: list[tuple[str, torch.nn.Parameter]]) -> bool:
+    return any(tensor.data_ptr() == p.data_ptr() for _, p in named)
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    """One integer of a tensor's bits: any single changed element changes it."""
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    return int(tensor.contiguous().view(words[tensor.element_size()]).sum(dtype=torch.int64))
