@@ -6,11 +6,17 @@ up across ranks without wrapping.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 BITS = 40
 LARGEST = 2.0**14
 SUM_LIMIT = 2 ** (BITS + 16)
+MOST_RANKS = 64
+
+SQUARE_BITS = 46
+SQUARES_AT_ONCE = 2 ** (62 - SQUARE_BITS)
 
 
 def to_fixed(x: torch.Tensor) -> torch.Tensor:
@@ -32,3 +38,18 @@ def check_sum(total: torch.Tensor) -> None:
 def from_fixed(total: torch.Tensor) -> torch.Tensor:
     """float64 of the same shape."""
     return total.double() * 2.0**-BITS
+
+
+def square_sum(x: torch.Tensor, largest: float) -> int:
+    """Σ round((x/largest)² · 2^46) as an unbounded integer: of any partition of `x`, the parts add up to the same.
+
+    x: one-dimensional, |x| ≤ largest. What it loses is below 2^-47 of the largest square per element.
+    """
+    whole = x.numel() - x.numel() % SQUARES_AT_ONCE
+    fixed = ((x.double() / largest).square() * 2.0**SQUARE_BITS).round().to(torch.int64)
+    return sum(fixed[:whole].view(-1, SQUARES_AT_ONCE).sum(1).tolist()) + int(fixed[whole:].sum())
+
+
+def root_of_squares(total: int, largest: float) -> float:
+    """√Σ x² from the sum of all parts' `square_sum`s."""
+    return largest * math.sqrt(total / 2**SQUARE_BITS)

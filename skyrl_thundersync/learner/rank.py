@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_thundersync.learner import attention
 from skyrl_thundersync.learner.accumulate import Accumulator, contiguous_layout, trainable
 from skyrl_thundersync.learner.cut_state import layer_kinds
+from skyrl_thundersync.learner.fixed_point import MOST_RANKS
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import SegmentModel
 from skyrl_thundersync.learner.sweep import Forest, Tally
@@ -84,6 +85,10 @@ class LearnerRank:
             raise ValueError(f"unknown objective {spec.objective!r}; known are {', '.join(OBJECTIVES)}")
         if learner.accumulator not in ("fp32", "exact"):
             raise ValueError(f"thundersync.learner.accumulator={learner.accumulator!r}; known are fp32, exact")
+        if learner.accumulator == "exact" and spec.world_size > MOST_RANKS:
+            raise ValueError(
+                f"thundersync.learner.accumulator=exact sums over at most {MOST_RANKS} ranks, got {spec.world_size}"
+            )
         if spec.optimizer is not None:
             route(learner.zero_stage, learner.offload_optimizer, learner.dtype)
         if not Path(spec.model_path, "config.json").is_file():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import get_scheduler
 
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout
-from skyrl_thundersync.learner.fixed_point import from_fixed
+from skyrl_thundersync.learner.fixed_point import from_fixed, root_of_squares, square_sum
 
 ROUTES = {
     (stage, offload, dtype): "host shard" if offload else "averaged gradients"
@@ -156,10 +156,7 @@ class ZeroOptimizer:
         start = time.perf_counter()
         shard = self._reduce_scatter(accumulator.flat)
         shard = (from_fixed(shard) if accumulator.exact else shard) / divisor
-        square = shard.double().square().sum()
-        square = square.to(self._device)
-        dist.all_reduce(square)
-        norm = float(square.sqrt())
+        norm = self._exact_norm(shard) if accumulator.exact else self._norm(shard)
         if norm != norm or norm == float("inf"):
             raise FloatingPointError(f"the batch's gradient norm is {norm}; no step was taken, parameters are intact")
         limit = self.settings.max_grad_norm
@@ -218,6 +215,23 @@ class ZeroOptimizer:
     @property
     def _device(self) -> torch.device:
         return self.optimizer.bit16_groups_flat[0].device
+
+    def _norm(self, shard: torch.Tensor) -> float:
+        square = shard.double().square().sum().to(self._device)
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def _exact_norm(self, shard: torch.Tensor) -> float:
+        """The same bits for any number of ranks: squares are summed in integers, which no partition can change."""
+        largest = shard.abs().max().to(self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if float(largest) == 0.0:
+            return 0.0
+        high, low = divmod(square_sum(shard, float(largest)), 2**32)
+        parts = torch.tensor([high, low], dtype=torch.int64, device=self._device)
+        dist.all_reduce(parts)
+        high, low = parts.tolist()
+        return root_of_squares(high * 2**32 + low, float(largest))
 
     def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks, on the host; `BUCKET` elements of each shard at a time."""

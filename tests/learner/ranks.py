@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import multiprocessing
+import random
 import socket
 import tempfile
 
 import torch
-from plain import batch, settings
+from plain import batch, interleave, settings
 
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings
@@ -24,6 +27,27 @@ def spec(folder: str, rank: int, world: int, port: int, lora=None, optimizer=OPT
     return RankSpec(
         folder, rank, world, "127.0.0.1", port, settings(block_tokens=4, **changes), "opd", optimizer, lora=lora
     )
+
+
+def hashes(folder: str, objective: str, orders: int, rank: int, world: int, port: int) -> list[str]:
+    """Per random arrival order and placement: a hash of all parameters after STEPS updates with the exact accumulator."""
+    found = []
+    for seed in range(orders):
+        exact = spec(folder, rank, world, port, dtype="float32", accumulator="exact")
+        learner = LearnerRank(dataclasses.replace(exact, objective=objective))
+        for step in range(STEPS):
+            placed = random.Random(f"{seed}/{step}")
+            rank_of = {f"g{g}": placed.randrange(world) for g in range(3)}
+            for work in interleave(works_of(step), f"{seed}/{step}"):
+                if rank_of[group_of(work)] == rank:
+                    learner.run(work)
+            assert learner.finish()["clipped"]
+        digest = hashlib.sha256()
+        for p in learner.model.parameters():
+            digest.update(p.detach().numpy().tobytes())
+        found.append(digest.hexdigest())
+        learner.accumulator.detach()
+    return found
 
 
 def works_of(step: int) -> list:
