@@ -35,7 +35,8 @@ class Machine:
         past_tokens: context length at which attention doubles the cost of a token; None: it costs nothing.
         item_s: fixed cost of one work item on a rank.
         block_tokens, retain_tokens: as thundersync.learner.{block_tokens, retain_gib}; the budget in tokens of graph.
-        sweep_at_close: sweep a trajectory when it closes (OPD), not with its group (GRPO until rewards are known).
+        sweep_at_close: sweep a trajectory at its close; false: with its group, as GRPO with the exact accumulator does.
+        statistics_s: under GRPO, what combining a group's statistics at its close takes.
         suffix_s: P_k: reduction, step and publication.
     """
 
@@ -54,12 +55,21 @@ class Machine:
     block_tokens: int = 640
     retain_tokens: int = 0
     sweep_at_close: bool = True
+    statistics_s: float = 0.0
     suffix_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "decode_rate", "decode_peak", "prefill_rate", "teacher_rate", "learner_rate"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
-        for name in ("teachers", "teacher_latency_s", "item_s", "block_tokens", "retain_tokens", "suffix_s"):
+        for name in (
+            "teachers",
+            "teacher_latency_s",
+            "item_s",
+            "block_tokens",
+            "retain_tokens",
+            "statistics_s",
+            "suffix_s",
+        ):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("slots", "past_tokens"):
             value = getattr(self, name)
@@ -170,17 +180,18 @@ class Learner:
 
     Attributes:
         state_tokens, state_tokens_peak: tokens whose cut states it holds, now and at most.
-        groups_peak: groups that held state at once, at most.
+        groups_peak: groups that held state at once, at most; statistics_peak: statistics, where `group_objective`.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, group_objective: bool = False) -> None:
+        self._machine, self._group_objective = machine, group_objective
         self._forward_s = 1 / machine.learner_rate / (1 + BACKWARD)
         self._past_s = 0.0 if machine.past_tokens is None else self._forward_s / machine.past_tokens
         self._groups: dict[str, _Group] = {}
         self._kept: deque[tuple[_Path, int, float]] = deque()
         self._kept_tokens = 0
-        self.state_tokens = self.state_tokens_peak = self.groups_peak = 0
+        self.state_tokens = self.state_tokens_peak = self.groups_peak = self.statistics_peak = 0
+        self._statistics: set[str] = set()
 
     def run(self, works: list[Work]) -> list[float]:
         """Do work items in order; busy seconds of each."""
@@ -193,13 +204,19 @@ class Learner:
         if isinstance(work, CloseGroup):
             group = self._groups.pop(work.group, None) or _Group()
             seconds = sum(map(self._sweep, group.closed))
+            if work.group in self._statistics:
+                self._statistics.remove(work.group)
+                seconds += self._machine.statistics_s
             return seconds + (self._sweep(group.prompt) if group.prompt else 0.0)
         group = self._group(work.trajectory.group)
         path = group.open.pop(work.trajectory.sample, None) or _Path()
-        if self._machine.sweep_at_close:
-            return self._sweep(path)
-        group.closed.append(path)
-        return 0.0
+        if not self._machine.sweep_at_close:
+            group.closed.append(path)
+            return 0.0
+        if self._group_objective and work.group_rewards is None:
+            self._statistics.add(work.trajectory.group)
+            self.statistics_peak = max(self.statistics_peak, len(self._statistics))
+        return self._sweep(path)
 
     def _group(self, name: str) -> _Group:
         group = self._groups.get(name)

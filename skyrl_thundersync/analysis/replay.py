@@ -27,6 +27,7 @@ class Recording:
 
     batch: Batch
     machine: Machine
+    policy: Policy
     rollout_s: float
     step_s: float
     busy_s: float
@@ -51,6 +52,8 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             f"{run_dir} was recorded under the schedule {run.schedule!r}: its work was released at a barrier, and when it "
             f"was ready is not known. Record with thundersync.schedule=thundersync"
         )
+    grpo = run.objective == "grpo"
+    policy = Policy(statistics_cap=run.grpo.admission_cap if grpo else None)
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = {int(row["thundersync/policy_version"]): row for row in map(json.loads, lines) if "timing/update" in row}
     recordings = []
@@ -64,12 +67,11 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             machine,
             ranks=run.learner.ranks or max(batch.ranks) + 1,
             block_tokens=run.learner.block_tokens,
-            sweep_at_close=run.objective == "opd",
+            sweep_at_close=not (grpo and run.learner.accumulator == "exact"),
             suffix_s=row["timing/suffix"],
         )
-        recordings.append(
-            Recording(batch, own, row["timing/rollout"], row["timing/update"], row["timing/learner_busy"])
-        )
+        times = (row["timing/rollout"], row["timing/update"], row["timing/learner_busy"])
+        recordings.append(Recording(batch, own, policy, *times))
     return recordings
 
 
@@ -86,7 +88,7 @@ def fit(recordings: list[Recording], machine: Machine) -> Machine:
         fixed = busy = 0.0
         for recording in recordings:
             on = replace(recording.machine, learner_rate=machine.learner_rate)
-            run = direct(recording.rollouts(), on, Policy())
+            run = direct(recording.rollouts(), on, recording.policy)
             fixed += len(run.service_s) * on.item_s
             busy += float(run.service_s.sum())
         if measured <= fixed:
@@ -98,21 +100,26 @@ def fit(recordings: list[Recording], machine: Machine) -> Machine:
 def predict(recordings: list[Recording], index: int, policies: list[Policy]) -> list[dict]:
     """Update `index` under each policy, with a learner rate fitted to the others (to itself where it is the only one).
 
+    A policy without a statistics cap gets the run's. Under GRPO a close that waited for its statistics was recorded when it
+    entered the queue, so a larger cap than the run's gains less here than it would.
+
     Returns:
-        One row a policy: version, schedule, cap, learner_rate, figures; for what was run also measured_step_s and
-        error_percent, d_i of PAPER.md on step time; None for what was not.
+        One row a policy: version, schedule, cap, statistics_cap, learner_rate, figures; for what was run also
+        measured_step_s and error_percent, d_i of PAPER.md on step time; None for what was not.
     """
     target = recordings[index]
     machine = fit(recordings[:index] + recordings[index + 1 :] or recordings, target.machine)
-    rows = []
+    own_cap, rows = target.policy.statistics_cap, []
     for policy in policies:
+        policy = policy if policy.statistics_cap is not None else replace(policy, statistics_cap=own_cap)
         figures = direct(target.rollouts(), machine, policy).figures
-        ran = policy == Policy()
+        ran = policy == target.policy
         rows.append(
             {
                 "version": target.batch.version,
                 "schedule": policy.schedule,
                 "cap": policy.cap,
+                "statistics_cap": policy.statistics_cap,
                 "learner_rate": machine.learner_rate,
                 "figures": asdict(figures),
                 "measured_step_s": target.step_s if ran else None,

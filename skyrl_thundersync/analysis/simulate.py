@@ -36,6 +36,7 @@ class Row:
     teachers: int
     schedule: str
     cap: int | None
+    statistics_cap: int | None
     speedup: float
     figures: dict[str, float]
 
@@ -54,9 +55,10 @@ def compare(
 ) -> list[Row]:
     """The policies on one machine, in the order given; speed-ups are T̄_sync / T̄ as PAPER.md's "Results" defines them."""
     mean = {policy: _mean(simulate(workload, machine, policy, updates, seed)) for policy in policies}
-    sync = mean.get(Policy("sync")) or _mean(simulate(workload, machine, Policy("sync"), updates, seed))
+    sync = next((m for policy, m in mean.items() if policy.schedule == "sync"), None)
+    sync = sync or _mean(simulate(workload, machine, Policy("sync"), updates, seed))
     split = (machine.ranks, machine.replicas, machine.teachers)
-    return [Row(*split, p.schedule, p.cap, sync["step_s"] / m["step_s"], m) for p, m in mean.items()]
+    return [Row(*split, p.schedule, p.cap, p.statistics_cap, sync["step_s"] / m["step_s"], m) for p, m in mean.items()]
 
 
 def sweep(
@@ -109,9 +111,11 @@ def splits(gpus: int, teacher: bool) -> Iterator[tuple[int, int, int]]:
             yield ranks, replicas, gpus - ranks - replicas
 
 
-def policies_of(caps: list[int | None]) -> list[Policy]:
-    """All schedules; caps only where more than one group can hold state."""
-    return [Policy("sync"), Policy("group"), *(Policy("thundersync", cap) for cap in caps)]
+def policies_of(caps: list[int | None], statistics_caps: list[int | None]) -> list[Policy]:
+    """All schedules; the caps only under thundersync, since under the others no group waits for its rewards on a rank."""
+    known = None if statistics_caps == [None] else 0
+    ours = [Policy("thundersync", cap, statistics) for cap in caps for statistics in statistics_caps]
+    return [Policy("sync", None, known), Policy("group", None, known), *ours]
 
 
 def settings(arguments: list[str]) -> tuple[Workload, Machine]:
@@ -147,7 +151,7 @@ def _value(argument: str, text: str, annotation: str):
 
 def _mean(figures: list[Figures]) -> dict[str, float]:
     rows = [asdict(f) for f in figures]
-    most = {"state_tokens_peak", "groups_peak", "queue_wait_max_s"}
+    most = {"state_tokens_peak", "groups_peak", "statistics_peak", "queue_wait_max_s"}
     return {key: (max if key in most else statistics.fmean)(row[key] for row in rows) for key in rows[0]}
 
 
@@ -155,14 +159,18 @@ def _caps(text: str) -> list[int | None]:
     caps: list[int | None] = []
     for part in text.split(","):
         if part.strip() != "none" and not part.strip().isdigit():
-            raise ValueError(f"--caps {text!r}: write numbers of groups, or none, for example 1,2,4,none")
+            raise ValueError(f"caps {text!r}: write numbers of groups, or none, for example 1,2,4,none")
         caps.append(None if part.strip() == "none" else int(part))
     return caps
 
 
+def _cap(cap: int | None) -> str:
+    return "none" if cap is None else str(cap)
+
+
 def _print(rows: list[Row], most: int | None) -> None:
     shown = ("rollout_s", "tail_s", "step_s", "busy_share", "queue_wait_p99_s", "state_tokens_peak")
-    table = Table("ranks", "replicas", "teachers", "schedule", "cap", *shown, "speed-up", box=None)
+    table = Table("ranks", "replicas", "teachers", "schedule", "cap", "statistics", *shown, "speed-up", box=None)
     for row in rows[:most]:
         f = row.figures
         numbers = (
@@ -171,10 +179,8 @@ def _print(rows: list[Row], most: int | None) -> None:
             f"{f['queue_wait_p99_s']:.1f}",
             f"{f['state_tokens_peak']:.0f}",
         )
-        cap = "none" if row.cap is None else str(row.cap)
-        table.add_row(
-            *map(str, (row.ranks, row.replicas, row.teachers)), row.schedule, cap, *numbers, f"{row.speedup:.2f}x"
-        )
+        split, caps = map(str, (row.ranks, row.replicas, row.teachers)), map(_cap, (row.cap, row.statistics_cap))
+        table.add_row(*split, row.schedule, *caps, *numbers, f"{row.speedup:.2f}x")
     Console(width=140).print(table)
 
 
@@ -185,7 +191,7 @@ def _print_replay(recordings: list[Recording], rows: list[dict]) -> None:
         table.add_row(
             str(row["version"]),
             row["schedule"],
-            "none" if row["cap"] is None else str(row["cap"]),
+            _cap(row["cap"]),
             f"{row['figures']['step_s']:.2f} s",
             "" if measured is None else f"{measured:.2f} s",
             "" if error is None else f"{error:+.1f}%",
@@ -198,7 +204,10 @@ def command(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     gpus: Annotated[int | None, typer.Option(help="Try every split of this many processes.")] = None,
     run: Annotated[Path | None, typer.Option(help="Replay this run folder's recorded batches instead.")] = None,
-    caps: Annotated[str, typer.Option(help="Admission caps to try, groups a rank.")] = "none",
+    caps: Annotated[str, typer.Option(help="Caps to try on the groups that hold state on a rank.")] = "none",
+    statistics_caps: Annotated[
+        str, typer.Option(help="GRPO: groups a rank may sum before their last reward (thundersync.grpo.admission_cap).")
+    ] = "none",
     updates: Annotated[int, typer.Option(help="Updates to simulate of each configuration.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the first update's draws.")] = 42,
     state_limit: Annotated[
@@ -210,7 +219,7 @@ def command(
     """Predict step time, tail and memory of the schedules, in virtual time, with the scheduler that trains."""
     try:
         workload, machine = settings(arguments or [])
-        policies = policies_of(_caps(caps))
+        policies = policies_of(_caps(caps), _caps(statistics_caps))
         if run is not None:
             recordings = load_recordings(run, machine)
             replayed = [row for index in range(len(recordings)) for row in predict(recordings, index, policies)]
@@ -233,7 +242,8 @@ def command(
 def _answer(rows: list[Row]) -> str:
     """Which split, which schedule, which cap; and what of it is the split's own doing."""
     best, sync = rows[0], next((row for row in rows if row.schedule == "sync"), None)
-    cap = "" if best.cap is None else f" with cap {best.cap}"
+    cap = "" if best.cap is None else f", at most {best.cap} groups with state a rank"
+    cap += "" if best.statistics_cap is None else f", at most {best.statistics_cap} with statistics"
     text = f"best: {_split(best)}, {best.schedule}{cap}, {best.step_s:.1f} s a step"
     if sync and sync is not best:
         text += f"; {sync.step_s / best.step_s:.2f}x sync on its own best split ({_split(sync)}, {sync.step_s:.1f} s)"

@@ -21,6 +21,7 @@ from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.queue import ReadyQueue
 from skyrl_thundersync.stream.release import ReleaseGate
+from skyrl_thundersync.stream.rewards import RewardGate
 from skyrl_thundersync.stream.sources import (
     Append,
     CloseGroup,
@@ -37,10 +38,15 @@ SCHEDULES = ("sync", "group", "thundersync")
 
 @dataclass(frozen=True)
 class Policy:
-    """When work may run: the schedule (stream/release.py) and the admission cap (stream/admission.py; None: no cap)."""
+    """When work may run.
+
+    schedule: stream/release.py. cap: groups that may hold state on a rank (stream/admission.py); None: any number.
+    statistics_cap: under GRPO, groups a rank may sum before their last reward (stream/rewards.py); None: not GRPO.
+    """
 
     schedule: str = "thundersync"
     cap: int | None = None
+    statistics_cap: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -55,7 +61,8 @@ class Figures:
         busy_share: share of T_k that the ranks worked.
         early_share: share of their work done before the last rollout ended.
         queue_wait_*: from a work item's release to its start.
-        state_tokens_peak: tokens whose cut states a rank held, at most; groups_peak: groups that held state on a rank.
+        state_tokens_peak: tokens whose cut states a rank held, at most; groups_peak: groups that held state on a rank;
+            statistics_peak: groups that held GRPO's statistics on a rank (0 for OPD).
     """
 
     rollout_s: float
@@ -73,6 +80,7 @@ class Figures:
     queue_wait_max_s: float
     state_tokens_peak: int
     groups_peak: int
+    statistics_peak: int
     sources: int
     work_items: int
 
@@ -91,9 +99,9 @@ class Run:
 class Meter:
     """Simulated ranks with their books: when each work item was released, when it started and how long it took."""
 
-    def __init__(self, timers: Timers, machine: Machine) -> None:
+    def __init__(self, timers: Timers, machine: Machine, policy: Policy) -> None:
         self._timers = timers
-        self.learners = [Learner(machine) for _ in range(machine.ranks)]
+        self.learners = [Learner(machine, policy.statistics_cap is not None) for _ in range(machine.ranks)]
         self._released_at: dict[int, float] = {}
         self.rank, self.released, self.started, self.service = array("l"), array("d"), array("d"), array("d")
 
@@ -133,6 +141,7 @@ class Meter:
             queue_wait_max_s=float(wait.max()),
             state_tokens_peak=max(learner.state_tokens_peak for learner in self.learners),
             groups_peak=max(learner.groups_peak for learner in self.learners),
+            statistics_peak=max(learner.statistics_peak for learner in self.learners),
             sources=sources,
             work_items=len(service),
         )
@@ -168,7 +177,7 @@ def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: 
 
     async def main() -> Run:
         loop = asyncio.get_running_loop()
-        meter = Meter(loop, machine.under(policy.schedule))
+        meter = Meter(loop, machine.under(policy.schedule), policy)
         teacher = _Teacher(Teachers(loop, machine)) if _teaches(rollouts, machine) else None
         update = Update(
             rollouts.version,
@@ -179,6 +188,7 @@ def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: 
             record=meter.released_to,
             cap=policy.cap,
             now=loop.time,
+            statistics_cap=policy.statistics_cap,
         )
 
         async def host() -> None:
@@ -233,9 +243,11 @@ class DirectUpdate:
     def __init__(self, events: Events, rollouts, machine: Machine, policy: Policy) -> None:
         self.ledger = Ledger(rollouts.version, rollouts.groups)
         self._events, self._suffix_s = events, machine.suffix_s
-        self._meter = Meter(events, machine)
+        self._meter = Meter(events, machine, policy)
         self._teachers = Teachers(events, machine) if _teaches(rollouts, machine) else None
         self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
+        cap = policy.statistics_cap
+        self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
         self._placement = Placement(machine.ranks)
         self._queue = ReadyQueue(machine.ranks, policy.cap)
         self._turns: dict[TrajectoryId, deque[Source | None]] = {t: deque() for t in self.ledger.trajectories}
@@ -306,14 +318,20 @@ class DirectUpdate:
 
     def _enqueue(self, work: Work) -> None:
         rank = self._placement.rank(work)
-        self._meter.released_to(rank, work)
-        self._queue.put(rank, work)
-        self.woken.append(rank)
+        self._enter(self._reward_gate.offer(rank, work) if self._reward_gate else [(rank, work)])
+
+    def _enter(self, items: list[tuple[int, Work]]) -> None:
+        for rank, work in items:
+            self._meter.released_to(rank, work)
+            self._queue.put(rank, work)
+            self.woken.append(rank)
 
     def _done(self, rank: int, works: list[Work]) -> None:
         for work in works:
             self.ledger.acknowledged(work)
             self._placement.acknowledged(work)
             self._queue.acknowledged(rank, work)
+            if self._reward_gate:
+                self._enter(self._reward_gate.acknowledged(rank, work))
         self._idle[rank], self._last = True, self._events.time()
         self.woken.append(rank)

@@ -28,7 +28,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("cap", [None, 1, 2])
+@pytest.mark.parametrize(("cap", "statistics"), [(None, None), (1, None), (2, 0), (None, 1), (None, 3)])
 @pytest.mark.parametrize(
     "machine",
     [
@@ -37,8 +37,8 @@ def same(a, b):
         replace(MACHINE, slots=2, retain_tokens=3000, block_tokens=0, ranks=1),
     ],
 )
-def test_the_trainers_own_update_and_the_direct_driver_agree_to_the_bit(schedule, cap, machine):
-    policy = Policy(schedule, cap)
+def test_the_trainers_own_update_and_the_direct_driver_agree_to_the_bit(schedule, cap, statistics, machine):
+    policy = Policy(schedule, cap, statistics)
     for seed in range(2):
         same(
             direct(SMALL.rollouts(machine, seed), machine, policy),
@@ -170,6 +170,7 @@ def test_whole_trajectories_and_whole_groups_have_the_grpo_release_laws_tail(rho
     whole = Machine(block_tokens=10**9)
     for policy, machine, samples, waits in (
         (Policy(), whole, 1, 0.0),  # a trajectory is one source, swept when its reward is there
+        (Policy(statistics_cap=0), whole, 4, 1.0),  # waits for its group's rewards
         (Policy(), replace(whole, sweep_at_close=False), 4, 1.0),  # swept when all of its group's are
         (Policy("group"), whole, 4, 1.0),  # the group-ready pipeline
     ):
@@ -209,6 +210,15 @@ def test_a_cap_bounds_the_groups_that_hold_state_and_the_memory():
     runs = [direct(SMALL.rollouts(machine, 0), machine, Policy("thundersync", cap)).figures for cap in (1, 2, None)]
     assert [f.groups_peak for f in runs[:2]] == [1, 2] and runs[2].groups_peak > 2
     assert runs[0].state_tokens_peak < runs[1].state_tokens_peak < runs[2].state_tokens_peak
+
+
+def test_the_statistics_cap_bounds_statistics_and_more_of_them_is_never_slower_on_one_rank():
+    machine = replace(MACHINE, ranks=1, teachers=0, item_s=0.0, retain_tokens=10**9)
+    caps = (0, 1, 2, 100)
+    runs = [direct(SMALL.rollouts(machine, 0), machine, Policy(statistics_cap=cap)).figures for cap in caps]
+    assert [f.statistics_peak for f in runs[:3]] == [0, 1, 2] and runs[3].statistics_peak > 2
+    steps = [f.step_s for f in runs]
+    assert steps[0] > steps[-1] and all(a >= b - 1e-9 for a, b in zip(steps, steps[1:], strict=False))
 
 
 def test_a_thousand_ranks_finish_all_work():
@@ -265,7 +275,7 @@ def test_a_recorded_batch_happens_again_at_its_seconds_under_both_drivers(schedu
 
 
 def test_the_sweep_tries_every_split_and_puts_the_fastest_first():
-    policies = simulate.policies_of([1, None])
+    policies = simulate.policies_of([1, None], [None])
     rows = simulate.sweep(SMALL, MACHINE, 5, policies, updates=1)
     tried = {(r.ranks, r.replicas, r.teachers) for r in rows}
     assert tried == {(a, b, 5 - a - b) for a in range(1, 4) for b in range(1, 5 - a)}
