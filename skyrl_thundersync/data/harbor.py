@@ -163,12 +163,12 @@ def read_task(folder: Path, enabled: Collection[str] = ()) -> HarborTask:
     config = _config(folder)
     for problem in _unsupported(config):
         raise Unsupported(name, "unsupported", problem)
-    instruction = _required(folder, "instruction.md").read_text(encoding="utf-8")
-    instruction = _without_canary(instruction).strip()
+    _required(folder, "instruction.md")
+    instruction = instruction_of(folder)
     if not instruction:
         raise Unsupported(name, "incomplete", "instruction.md is empty")
     _required(folder, "tests/test.sh")
-    tests, solution = _tree(folder, "tests"), _tree(folder, "solution")
+    tests, solution = folder_files(folder, "tests"), folder_files(folder, "solution")
     if (size := sum(map(len, tests.values()))) > MAX_TEST_BYTES:
         raise Unsupported(name, "unsupported", f"tests/ holds {size} bytes, more than {MAX_TEST_BYTES}")
     needs = {}
@@ -208,7 +208,7 @@ def read_task(folder: Path, enabled: Collection[str] = ()) -> HarborTask:
 def image_tag(folder: Path) -> str:
     """The tag under which the image of a task's environment/ is kept: its name and a hash of everything in there."""
     digest = hashlib.sha256()
-    for path, data in sorted(_tree(folder, "environment").items()):
+    for path, data in sorted(folder_files(folder, "environment").items()):
         digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
     name = re.sub(r"[^a-z0-9_.-]", "-", folder.name.lower()).strip("-._") or "task"
     return f"thundersync-task/{name}:{digest.hexdigest()[:16]}"
@@ -311,7 +311,7 @@ def _plain_env(name: str, where: str, env: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in env.items()}
 
 
-def _tree(folder: Path, part: str) -> dict[str, bytes]:
+def folder_files(folder: Path, part: str) -> dict[str, bytes]:
     """Relative path -> content of every file in a part of the task.
 
     Raises:
@@ -335,9 +335,10 @@ def _required(folder: Path, name: str) -> Path:
     return file
 
 
-def _without_canary(text: str) -> str:
-    """Benchmarks mark their texts with leading canary lines, which are not for the agent."""
-    lines = text.split("\n")
+def instruction_of(folder: Path) -> str:
+    """instruction.md without the leading canary lines by which benchmarks mark their texts; "" where there is none."""
+    file = folder / "instruction.md"
+    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
     while lines and (_CANARY.fullmatch(lines[0].strip()) or not lines[0].strip()):
         lines.pop(0)
-    return "\n".join(lines)
+    return "\n".join(lines).strip()

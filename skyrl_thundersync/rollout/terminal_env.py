@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 ENV_ID = "terminal"
 SUBMIT = "submit"
 CHECKER_TIMEOUT_S = 60.0
+SETUP_TIMEOUT_S = 300.0
 _FENCE = re.compile(r"```(?:bash|sh)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _REWARD = re.compile(r"reward=(\S+)")
 
@@ -99,6 +100,7 @@ class TerminalEnv(BaseTextEnv):
     - image: Docker only, unless image_optional is true: bubblewrap then does without;
     - workdir: where commands start and the checker runs, if not /workspace; the root file system can then be written
       to where user 1000 may; env: variables of the agent's shell ({name: value} or its JSON);
+    - setup: bash, run once in the agent's shell before the first turn;
     - tests: {path: text or {"base64": …}} or its JSON: the checker is a Harbor verifier (`harbor_verifier`), which finds
       them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
     - agent_timeout_s: the episode ends, and is graded, after the first turn past it; verifier_timeout_s;
@@ -125,6 +127,7 @@ class TerminalEnv(BaseTextEnv):
             self._image = None
         self._workdir = extras.get("workdir") or WORKSPACE
         self._env = _mapping(self.task_id, extras, "env")
+        self._setup = extras.get("setup") or ""
         self._tests = _tests(self.task_id, extras)
         self._verifier_env = _mapping(self.task_id, extras, "verifier_env")
         self._partial_credit = extras.get("partial_credit") is not False
@@ -155,6 +158,7 @@ class TerminalEnv(BaseTextEnv):
         try:
             self._sandbox.write_files(self._files)
             self._enter_workdir(self._sandbox)
+            self._run_first(self._sandbox, "setup", self._setup)
         except ValueError as error:
             self.close()
             raise TaskError(self.task_id, "files", str(error)) from error
@@ -230,8 +234,11 @@ class TerminalEnv(BaseTextEnv):
         words = [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
         if self._workdir != WORKSPACE:
             words.append(f"cd {shlex.quote(self._workdir)}")
-        if words and (result := sandbox.run(" && ".join(words), self._config.command_timeout_s)).exit_code != 0:
-            raise TaskError(self.task_id, "workdir", f"the shell cannot start there: {result.output.strip()}")
+        self._run_first(sandbox, "workdir", " && ".join(words))
+
+    def _run_first(self, sandbox: Sandbox, field: str, script: str) -> None:
+        if script and (result := sandbox.run(script, SETUP_TIMEOUT_S)).exit_code != 0:
+            raise TaskError(self.task_id, field, f"exit code {result.exit_code}: {result.output.strip()}")
 
     def _grade(self, sandbox: Sandbox) -> float:
         if self._tests is not None:
