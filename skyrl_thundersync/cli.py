@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from skyrl_thundersync import __version__, plugins, presets
+from skyrl_thundersync.data import cli as data_cli
 from skyrl_thundersync.errors import ConfigError
 
 app = typer.Typer(
@@ -45,6 +46,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         print(f"skyrl_thundersync {__version__}")
         raise typer.Exit()
+
+
+app.add_typer(data_cli.app, name="data")
 
 
 @app.command(help=TRAIN_HELP)
