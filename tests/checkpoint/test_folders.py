@@ -1,0 +1,286 @@
+"""Checkpoint folders under real crashes: all of a checkpoint or nothing, and nothing resumed that is not what was saved."""
+
+import json
+import multiprocessing
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from skyrl_thundersync.hosts.checkpoint import (
+    MANIFEST,
+    POINTER,
+    CheckpointError,
+    Continued,
+    check_run,
+    choose,
+    driver_random_state,
+    read,
+    restore_driver_random_state,
+    resume_problems,
+    run_facts,
+    save,
+    steps,
+)
+
+SIZE = 1 << 20
+
+
+def writer(step: int, run: dict | None = None, size: int = SIZE):
+    def write(folder: Path):
+        (folder / "optimizer").mkdir()
+        (folder / "optimizer" / "a.bin").write_bytes(bytes([step % 256]) * size)
+        (folder / "b.json").write_text(json.dumps(step))
+        return {"policy_version": step, "run": run or {}}, {}
+
+    return write
+
+
+def put(folder: Path, *ks: int, **more) -> None:
+    for k in ks:
+        save(folder, k, SIZE, writer(k, more.get("run")), more.get("keep", -1))
+
+
+def save_forever(folder: str, start: int) -> None:
+    for step in range(start, start + 10_000):
+        save(Path(folder), step, SIZE, writer(step), keep=2)
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path):
+    context, rng = multiprocessing.get_context("fork"), random.Random(0)
+    put(tmp_path, 1)
+    newest, cut = 1, 0
+    for _ in range(20):
+        child = context.Process(target=save_forever, args=(str(tmp_path), newest))  # it comes by `newest` again
+        child.start()
+        time.sleep(rng.uniform(0.02, 0.4))
+        child.kill()
+        child.join()
+        cut += any(path.suffix in (".part", ".old") for path in tmp_path.iterdir())
+        path = choose(tmp_path, "latest", None)
+        manifest = read(path, hashes=True)
+        assert manifest["global_step"] == manifest["policy_version"] >= newest
+        assert (path / "optimizer" / "a.bin").read_bytes() == bytes([manifest["global_step"] % 256]) * SIZE
+        newest = manifest["global_step"]
+    assert newest > 1 and cut > 1  # it got on, and some kills met a checkpoint half written
+    put(tmp_path, newest + 1, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [f"global_step_{newest}", f"global_step_{newest + 1}", POINTER]
+    )
+
+
+def truncate(path):
+    with (path / "optimizer" / "a.bin").open("r+b") as file:
+        file.truncate(SIZE - 1)
+
+
+def flip(path):
+    with (path / "optimizer" / "a.bin").open("r+b") as file:
+        file.seek(SIZE // 2)
+        file.write(b"\xff")
+
+
+def shorten_manifest(path):
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text[: len(text) // 2])
+
+
+def edit_manifest(path, **fields):
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, **fields}))
+
+
+DAMAGE = {
+    "truncated": (truncate, f"torn: optimizer/a.bin has {SIZE - 1} bytes, {SIZE} were written"),
+    "missing": (lambda path: (path / "b.json").unlink(), "torn: b.json is missing"),
+    "flipped": (flip, "torn: the bytes of optimizer/a.bin are not those written"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), "torn: it has no manifest.json"),
+    "half a manifest": (shorten_manifest, "torn: manifest.json is not whole"),
+    "edited": (lambda path: edit_manifest(path, policy_version=7), "torn: manifest.json does not match its own digest"),
+    "newer": (lambda path: edit_manifest(path, format_version=2), "has format 2"),
+    "foreign": (lambda path: edit_manifest(path, format="x"), "foreign: manifest.json is not of format"),
+    "gone": (shutil.rmtree, "there is no checkpoint folder"),
+    "SkyRL's": (
+        lambda path: [(path / MANIFEST).unlink(), (path / "trainer_state.pt").touch()],
+        "written by SkyRL's own trainer",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_offered(tmp_path, damage):
+    put(tmp_path, 2, 4, 6, 8)
+    hurt, message = DAMAGE[damage]
+    hurt(tmp_path / "global_step_8")
+    flip(tmp_path / "global_step_6")
+    path = choose(tmp_path, "latest", None)
+    with pytest.raises(CheckpointError) as refused:
+        read(path, hashes=True)
+    assert str(tmp_path / "global_step_8") in str(refused.value) and message in str(refused.value)
+    offered = f"set trainer.resume_mode=from_path trainer.resume_path={tmp_path}/global_step_4"
+    assert str(refused.value).endswith(offered)
+    assert read(choose(tmp_path, "from_path", f"{tmp_path}/global_step_4"), hashes=True)["global_step"] == 4
+
+
+def test_without_a_whole_one_before_it_a_new_start_is_offered(tmp_path):
+    put(tmp_path, 2)
+    truncate(tmp_path / "global_step_2")
+    with pytest.raises(CheckpointError, match="start again with trainer.resume_mode=none"):
+        read(choose(tmp_path, "latest", None), hashes=False)
+
+
+def test_what_resume_mode_means(tmp_path):
+    assert choose(tmp_path, "latest", None) is None and choose(tmp_path, "none", None) is None
+    put(tmp_path, 2, 4)
+    assert choose(tmp_path, "none", None) is None
+    assert choose(tmp_path, "latest", None) == tmp_path / "global_step_4"
+    (tmp_path / POINTER).unlink()  # a crash just before the first pointer
+    flip(tmp_path / "global_step_4")
+    assert choose(tmp_path, "latest", None) == tmp_path / "global_step_2"
+    with pytest.raises(CheckpointError, match="resume_path"):
+        choose(tmp_path, "from_path", None)
+    with pytest.raises(CheckpointError, match="named global_step_k"):
+        choose(tmp_path, "from_path", str(tmp_path))
+    (tmp_path / POINTER).write_text("")
+    with pytest.raises(CheckpointError, match="no update's number"):
+        choose(tmp_path, "latest", None)
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_update(tmp_path):
+    put(tmp_path, 2)
+    (tmp_path / "global_step_2").rename(tmp_path / "global_step_3")
+    with pytest.raises(CheckpointError, match="that of update 2, renamed"):
+        read(tmp_path / "global_step_3", hashes=True)
+
+
+def test_the_oldest_go_and_those_of_a_later_run_neither_count_nor_go(tmp_path):
+    put(tmp_path, 2, 4, 6, 8)
+    put(tmp_path, 3, keep=2)  # resumed from 2
+    assert steps(tmp_path) == [2, 3, 4, 6, 8]
+    put(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [3, 4, 6, 8] and choose(tmp_path, "latest", None).name == "global_step_4"
+    assert read(tmp_path / "global_step_4", hashes=True)["policy_version"] == 4
+
+
+def test_a_replacement_cut_in_two_keeps_the_old_one(tmp_path):
+    put(tmp_path, 2)
+    (tmp_path / "global_step_2").rename(tmp_path / ".global_step_2.old")
+    assert read(choose(tmp_path, "latest", None), hashes=True)["global_step"] == 2
+
+
+def save_with_little_room(folder: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, SIZE // 2))
+    try:
+        put(Path(folder), 4)
+    except OSError:
+        return
+    raise SystemExit("it was written")
+
+
+def test_a_write_that_fails_or_cannot_fit_leaves_the_checkpoints_before_it(tmp_path):
+    put(tmp_path, 2)
+    child = multiprocessing.get_context("fork").Process(target=save_with_little_room, args=(str(tmp_path),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    with pytest.raises(CheckpointError, match=r"MiB free; nothing was written(.|\n)*global_step_2"):
+        save(tmp_path, 4, 1 << 60, writer(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", POINTER]
+    assert read(choose(tmp_path, "latest", None), hashes=True)["global_step"] == 2
+
+
+@pytest.fixture(scope="module")
+def config():
+    from skyrl_thundersync.host_defaults import apply_host_defaults
+    from skyrl_thundersync.presets import build_config
+
+    def make(*overrides):
+        cfg = build_config(["+config=opd/quickstart", *overrides])
+        apply_host_defaults(cfg)
+        return cfg
+
+    return make
+
+
+def test_a_resume_under_other_options_is_refused_before_anything_loads(config, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("{}\n")
+    common = (f"trainer.ckpt_path={tmp_path}/c", f"data.train_data=[{tasks}]", "trainer.resume_mode=latest")
+    cfg = config(*common)
+    assert resume_problems(cfg) == []  # nothing there yet: from the beginning
+    put(tmp_path / "c", 2, run=run_facts(cfg))
+    assert resume_problems(cfg) == []
+    assert resume_problems(config(*common, "trainer.max_training_steps=99", "thundersync.learner.ranks=1")) == []
+    for change, message in {
+        "thundersync.objective=grpo": 'thundersync.objective was "opd" and is "grpo"',
+        "trainer.train_batch_size=4": "trainer.train_batch_size was 8 and is 4",
+        "trainer.seed=1": "trainer.seed was 42 and is 1",
+        "trainer.policy.model.lora.rank=8": "trainer.policy.model.lora was null and is [8",
+    }.items():
+        (problem,) = resume_problems(config(*common, change))
+        assert f"{tmp_path}/c/global_step_2 is of another run: {message}" in problem and "/student" in problem
+    tasks.write_text("{}\n{}\n")
+    assert "data.train_data was" in resume_problems(cfg)[0]
+    truncate(tmp_path / "c" / "global_step_2")
+    assert "torn" in resume_problems(cfg)[0]
+
+
+def test_another_models_checkpoint_is_refused_by_its_parameters():
+    now = {"parameters": [["a", [2, 3]], ["c", [4]]], "frozen": "x"}
+    saved = {"run": {"parameters": [["a", [2, 2]], ["b", [1]]], "frozen": None}}
+    with pytest.raises(CheckpointError) as refused:
+        check_run(Path("/c/global_step_2"), saved, now)
+    for part in (
+        "parameter a was (2, 2) and is (2, 3)",
+        "parameter b was (1,) and is absent",
+        "parameter c was absent and is (4,)",
+        'frozen was null and is "x"',
+    ):
+        assert part in str(refused.value)
+
+
+class Tasks:
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, i):
+        return i
+
+
+def loader():
+    """Three batches an epoch, one task of seven left out of each."""
+    generator = torch.Generator().manual_seed(3)
+    return StatefulDataLoader(Tasks(), batch_size=2, shuffle=True, drop_last=True, collate_fn=list, generator=generator)
+
+
+def go_through(batches, start: int, stop: int) -> list:
+    """As SkyRL's train loop does."""
+    seen = []
+    for _ in range(start // len(batches), 10):
+        for batch in batches:
+            seen.append(batch)
+            if start + len(seen) == stop:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("taken", range(13))
+def test_the_data_goes_on_where_it_was_at_an_epochs_boundary_too_and_twice_in_a_row(taken):
+    straight = go_through(loader(), 0, 24)
+    assert len(straight) == 24
+    assert go_through(Continued(loader(), taken), taken, taken + 2) == straight[taken : taken + 2]
+    assert go_through(Continued(loader(), taken + 2), taken + 2, 24) == straight[taken + 2 :]
+
+
+def test_the_drivers_generators_go_on_where_they_were():
+    import numpy
+
+    state = json.loads(json.dumps(driver_random_state()))
+    first = random.random(), numpy.random.rand(), torch.rand(1).item()
+    restore_driver_random_state(state)
+    assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == first
