@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from skyrl_thundersync import __version__, plugins, presets
+from skyrl_thundersync import __version__, insight, plugins, presets
 from skyrl_thundersync.data import cli as data_cli
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.rollout import eval_cli
 
 app = typer.Typer(
     add_completion=False,
@@ -48,7 +49,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit()
 
 
+insight.register(app)
 app.add_typer(data_cli.app, name="data")
+eval_cli.register(app)
 
 
 @app.command(help=TRAIN_HELP)

@@ -1,221 +1,218 @@
-"""Is the update the same? Recorded batches, replayed under the streamed and the synchronous schedule and by the textbook.
+"""Is the update the same? `skyrl verify RUN`: recorded batches, streamed, synchronous and by the textbook (PAPER.md, "Results").
 
-    python -m skyrl_thundersync.analysis.equivalence RUN_FOLDER
-
-Prints, for every recorded batch, the relative error of the streamed whole-batch gradient (its ranks, its ready order as it
-happened) against `reference.opd_gradient` in FP64 and FP32, then Δ_k of PAPER.md over the replayed updates:
-Δ_k = ‖θ_k(streamed) − θ_k(sync)‖ / ‖θ_k(sync) − θ_0‖, and the same against plain torch AdamW. Exits 1 above a tolerance.
+For every recorded batch: the rules of release; the streamed gradient (its ranks, its ready order as it happened) against
+`reference.gradient` in FP64 and FP32; N_k and the gradient norm against what the run itself reported. Then, over the
+replayed updates, Δ_k = ‖θ_k(streamed) − θ_k(sync)‖ / ‖θ_k(sync) − θ_0‖, the same against plain torch AdamW, and the gap
+between the sampler's log-probs and θ_k's, which a stale replica cannot hide.
 """
 
 from __future__ import annotations
 
 import json
-import socket
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM
 
+from skyrl_thundersync.analysis import faults
+from skyrl_thundersync.analysis.diagnose import Finding, check_release, diagnose
 from skyrl_thundersync.analysis.record import Batch, load_batches
-from skyrl_thundersync.analysis.reference import opd_gradient, relative_error
+from skyrl_thundersync.analysis.reference import Gradient, difference, dot, gradient, load_model, relative_error
+from skyrl_thundersync.analysis.rerun import (
+    STREAMED,
+    SYNC,
+    WHOLE_TRAJECTORY,
+    Learner,
+    Replayed,
+    Run,
+    Updaters,
+    flat_parameters,
+    read_run,
+    synchronous,
+    threads,
+)
 from skyrl_thundersync.learner.precision import all_double
-from skyrl_thundersync.stream.sources import CloseGroup, group_of
+from skyrl_thundersync.stream.sources import CloseGroup
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+ROUNDING = 2.0
+"""In FP32 an error of so many times the textbook's own distance from its FP64 self is rounding, where that is more."""
 DELTA_TOLERANCE = 1e-4
-WHOLE_TRAJECTORY = 2**31
-
-_rank = None  # the learner rank of a worker process
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A rank's `thundersync.learner` options for a replay."""
-
-    dtype: str
-    zero_stage: int = 1
-    offload_optimizer: bool = False
-    block_tokens: int = 640
-    retain_gib: float = 1.0
-    accumulator: str = "fp32"
-    threads: int = 1
+NORM_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Relative gap allowed, at θ_0, between the run's own gradient norm and the textbook's, by the run's dtype."""
 
 
-@dataclass(frozen=True)
-class Adam:
-    """The optimizer of a replay."""
+def report(run_folder: Path, limit: int = 10, kind: str | None = None) -> dict:
+    """All checks over the first `limit` recorded batches of a run folder; what `skyrl verify --json` prints.
 
-    lr: float
-    adam_betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
+    Args:
+        kind: plant this fault (faults.PLANTS) into the first batch's replay, and replay that one only.
 
-
-class Ranks:
-    """Learner ranks in processes of their own, without Ray."""
-
-    def __init__(self, model: str, world: int, settings: Settings, adam: Adam | None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(world)]
-        for build in [p.submit(_build, model, i, world, port, settings, adam) for i, p in enumerate(self._pools)]:
-            build.result()
-
-    def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's gradient ÷ N_k, summed over ranks; the ranks drop it afterwards."""
-        parts = self._all(_gradient, batch)
-        return {name: sum(part[name] for part in parts) / batch.n_scored for name in parts[0]}
-
-    def update(self, batch: Batch) -> tuple[torch.Tensor, dict]:
-        """Take the batch's optimizer step. Returns rank 0's parameters afterwards, flat FP64, and what finish reported."""
-        return self._all(_update, batch)[0]
-
-    def _all(self, function, batch: Batch) -> list:
-        return [f.result() for f in [pool.submit(function, batch) for pool in self._pools]]
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_error) -> None:
-        for pool in self._pools:
-            pool.shutdown()
+    Raises:
+        FileNotFoundError: no recorded batch, no configuration or no model.
+        ValueError: a plant that the batch has no room for.
+    """
+    run = read_run(run_folder)
+    batches = [batch for batch in load_batches(Path(run_folder) / "record") if batch.n_scored]
+    batches = batches[: 1 if kind else limit]
+    if not batches:
+        raise FileNotFoundError(f"{run_folder}/record holds no batch with a scored token")
+    plant = faults.plant(kind, batches[0], run.objective) if kind else None
+    seen = [plant.record(batch) if plant else batch for batch in batches]
+    findings = [finding for batch in seen for finding in check_release(batch)]
+    result = {
+        "run": str(run_folder),
+        "objective": run.objective.name,
+        "lora": run.lora is not None,
+        "ranks": run.world,
+        "plant": kind,
+        "batches": [_describe(batch) for batch in batches],
+        "relative_error": {},
+        "delta": [],
+    }
+    if not findings:
+        with threads(run.learner.threads):
+            findings = _gradients(run, batches, seen, plant, result)
+            if not findings and not plant:
+                findings = _own_report(run, Path(run_folder), result) + _updates(run, batches, result)
+    result["findings"] = [asdict(finding) for finding in findings]
+    return result
 
 
-def _build(model: str, rank: int, world: int, port: int, settings: Settings, adam: Adam | None) -> None:
-    global _rank
-    from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-    from skyrl_thundersync.learner.zero import OptimizerSettings
-
-    optimizer = OptimizerSettings(**vars(adam)) if adam else None
-    _rank = LearnerRank(RankSpec(model, rank, world, "127.0.0.1", port, settings, "opd", optimizer))
+def _describe(batch: Batch) -> dict:
+    groups = sum(isinstance(work, CloseGroup) for work in batch.work)
+    return {"version": batch.version, "n_scored": batch.n_scored, "groups": groups}
 
 
-def _run(batch: Batch) -> None:
-    mine = [work for work, rank in zip(batch.work, batch.ranks, strict=True) if rank == _rank.spec.rank]
-    for work in mine:
-        _rank.run(work)
-
-
-def _gradient(batch: Batch) -> dict[str, torch.Tensor]:
-    _run(batch)
-    gradient = _rank.gradient()
-    _rank.abort_batch()
-    return gradient
-
-
-def _update(batch: Batch) -> tuple[torch.Tensor, dict]:
-    _run(batch)
-    finish = _rank.finish()
-    return flat_parameters(_rank.model), finish
-
-
-def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters, one after another, as FP64 on the host."""
-    return torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
-
-
-def synchronous(batch: Batch) -> Batch:
-    """The same logical batch as batch-synchronous training works on it: group after group, in the groups' own order."""
-    order = {group: i for i, group in enumerate(batch.groups)}
-    items = sorted(zip(batch.work, batch.ranks, batch.seconds, strict=True), key=lambda item: order[group_of(item[0])])
-    work, ranks, seconds = zip(*items, strict=True)
-    return replace(batch, work=work, ranks=ranks, seconds=seconds)
-
-
-def gradient_errors(model: str, batches: list[Batch], world: int) -> dict[str, list[float]]:
-    """By dtype, the relative error of each batch's streamed gradient at θ_0 against the textbook's in the same dtype."""
-    errors: dict[str, list[float]] = {}
+def _gradients(run: Run, batches: list[Batch], seen: list[Batch], plant, result: dict) -> list[Finding]:
+    """Streamed against textbook at θ_0 (with an adapter: at random adapter weights), FP64 and FP32."""
+    findings: list[Finding] = []
+    books, learners = {}, {}
     for dtype in TOLERANCE:
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-        # Transformers runs norms and rotary angles in FP32 even for FP64 models; a check at 1e-12 must not.
-        precision = all_double() if dtype == "float64" else nullcontext()
-        with Ranks(model, world, Settings(dtype), None) as ranks, precision:
-            errors[dtype] = [
-                relative_error(ranks.gradient(batch), opd_gradient(reference, batch)[0]) for batch in batches
-            ]
-    return errors
+        books[dtype] = load_model(run.model, getattr(torch, dtype), run.lora, run.device)
+        learners[dtype] = Learner(run, dtype)
+        if run.lora:
+            books[dtype].load_state_dict(learners[dtype].adapter(), strict=False)
+        result["relative_error"][dtype] = []
+    for batch, replayed, row in zip(batches, seen, result["batches"], strict=True):
+        found, exact, rounding = None, None, 0.0
+        for dtype, tolerance in TOLERANCE.items():
+            # Transformers runs norms and rotary angles in FP32 even for FP64 models; a check at 1e-12 must not.
+            precision = all_double() if dtype == "float64" else nullcontext()
+            ours = learners[dtype].replay(replayed, plant)
+            with precision:
+                theirs, n_scored = gradient(books[dtype], batch, run.objective)
+            if exact is None:
+                exact = theirs
+            else:
+                rounding = relative_error(theirs, exact)
+            row[dtype] = _compare(ours, theirs, n_scored, run.objective.divides_by_tokens)
+            row[dtype]["rounding"] = rounding
+            result["relative_error"][dtype].append(row[dtype]["error"])
+            right = row[dtype]["error"] <= max(tolerance, ROUNDING * rounding) and ours.n_scored == n_scored
+            if not right and found is None:
+                with precision:
+                    found = diagnose(books[dtype], batch, run.objective, theirs, n_scored, ours)
+        findings += [found] if found else []
+    return findings
 
 
-def parameter_gaps(model: str, batches: list[Batch], world: int, adam: Adam) -> list[tuple[float, float]]:
-    """Δ_k after each replayed update: streamed against sync, and streamed against textbook gradient + torch AdamW, FP32."""
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    start = flat_parameters(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=adam.lr, betas=adam.adam_betas, weight_decay=adam.weight_decay)
-    streamed_settings = Settings("float32")
-    sync_settings = replace(streamed_settings, block_tokens=WHOLE_TRAJECTORY)
-    gaps = []
-    with Ranks(model, world, streamed_settings, adam) as streamed, Ranks(model, world, sync_settings, adam) as sync:
-        for batch in batches:
-            ours, _ = streamed.update(batch)
-            theirs, _ = sync.update(synchronous(batch))
-            gradient, _, _ = opd_gradient(plain, batch)
-            for name, parameter in plain.named_parameters():
-                parameter.grad = gradient[name]
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), adam.max_grad_norm)
-            optimizer.step()
-            book = flat_parameters(plain)
-            gaps.append(
-                (
-                    float((ours - theirs).norm() / (theirs - start).norm()),
-                    float((ours - book).norm() / (book - start).norm()),
-                )
-            )
-    return gaps
-
-
-def report(run: Path, limit: int) -> dict:
-    """Both checks over the first `limit` recorded batches of run folder `run`."""
-    import yaml
-
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    optimizer = config["trainer"]["policy"]["optimizer_config"]
-    adam = Adam(optimizer["lr"], tuple(optimizer["adam_betas"]), optimizer["weight_decay"], optimizer["max_grad_norm"])
-    model, world = config["trainer"]["policy"]["model"]["path"], config["thundersync"]["learner"]["ranks"]
-    batches = [batch for batch in load_batches(run / "record") if batch.n_scored][:limit]
+def _compare(ours: Replayed, theirs: Gradient, n_scored: int, divides: bool) -> dict:
+    """Norms, relative error, and the parameter that is furthest off, of two normalised gradients."""
+    over, by = (max(1, ours.n_scored), n_scored) if divides else (1, 1)
+    book = {n: g.double().cpu() / by for n, g in theirs.items()}
+    gap = difference({n: g.double().cpu() / over for n, g in ours.gradient.items()}, book)
+    norm, size = dot(book, book) ** 0.5, dot(gap, gap)
+    worst = max(gap, key=lambda name: float(gap[name].norm()))
     return {
-        "batches": [
-            {"version": b.version, "n_scored": b.n_scored, "groups": sum(isinstance(w, CloseGroup) for w in b.work)}
-            for b in batches
-        ],
-        "ranks": world,
-        "relative_error": gradient_errors(model, batches, world),
-        "delta": parameter_gaps(model, batches, world, adam),
+        "error": size**0.5 / (norm or 1.0),
+        "norm_streamed": dot(ours.gradient, ours.gradient) ** 0.5 / over,
+        "norm_textbook": norm,
+        "worst_parameter": worst,
+        "worst_error": float(gap[worst].norm()) / (float(book[worst].norm()) or 1.0),
+        "worst_share": float(gap[worst].norm()) ** 2 / (size or 1.0),
     }
 
 
-def main(
-    run: Annotated[Path, typer.Argument(help="Run folder of a run with thundersync.record=true.")],
-    limit: Annotated[int, typer.Option(help="How many recorded batches to replay.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Replay recorded batches and compare; exits 1 when an error is above its tolerance."""
-    result = report(run, limit)
-    if as_json:
-        print(json.dumps(result))
-    else:
-        table = Table("batch", "N_k", "FP64 error", "FP32 error", "Δ_k to sync", "Δ_k to torch AdamW", box=None)
-        for i, batch in enumerate(result["batches"]):
-            errors = [f"{result['relative_error'][dtype][i]:.1e}" for dtype in TOLERANCE]
-            table.add_row(
-                str(batch["version"]), str(batch["n_scored"]), *errors, *(f"{d:.1e}" for d in result["delta"][i])
+def _own_report(run: Run, folder: Path, result: dict) -> list[Finding]:
+    """N_k of every batch, and the norm at θ_0, against metrics.jsonl: the run did what its record says."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    own = {row["thundersync/policy_version"]: row for row in rows if "thundersync/policy_version" in row}
+    findings = []
+    for row in result["batches"]:
+        metrics = own.get(row["version"])
+        if metrics is None:
+            continue
+        row["run_norm"] = metrics["policy/grad_norm"]
+        if metrics["thundersync/n_scored"] != row["n_scored"]:
+            detail = (
+                f"the run divided by {metrics['thundersync/n_scored']:.0f}, its record holds {row['n_scored']} tokens"
             )
-        Console().print(table)
-        print(f"gradient at θ_0, {result['ranks']} learner ranks, work in the order in which it became ready")
-    bad = [d for d, errors in result["relative_error"].items() if max(errors) > TOLERANCE[d]]
-    if bad or max(max(pair) for pair in result["delta"]) > DELTA_TOLERANCE:
-        print(f"NOT the same update: over tolerance in {', '.join(bad) or 'Δ_k'}", file=sys.stderr)
-        raise typer.Exit(1)
+            findings.append(Finding("wrong-n", row["version"], detail))
+        # With an adapter the textbook's gradient above is at other weights than the run's.
+        if row["version"] == 0 and not run.lora:
+            norm = row["float32"]["norm_textbook"]
+            if abs(row["run_norm"] - norm) > NORM_TOLERANCE[run.learner.dtype] * norm:
+                detail = f"the run's gradient norm was {row['run_norm']:.6g}, the textbook's is {norm:.6g}"
+                findings.append(Finding("unknown", 0, detail))
+    return findings
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _updates(run: Run, batches: list[Batch], result: dict) -> list[Finding]:
+    """Δ_k after each replayed update (FP32): streamed against sync, and against textbook gradients and torch AdamW."""
+    findings: list[Finding] = []
+    book = load_model(run.model, torch.float32, run.lora, run.device)
+    start = flat_parameters(book)
+    trained = [(name, p) for name, p in book.named_parameters() if p.requires_grad]
+    adam, settings = run.adam, replace(run.learner, dtype="float32")
+    optimizer = torch.optim.AdamW(
+        [p for _, p in trained], lr=adam.lr, betas=adam.adam_betas, weight_decay=adam.weight_decay
+    )
+    sides = {STREAMED: settings, SYNC: replace(settings, block_tokens=WHOLE_TRAJECTORY)}
+    with Updaters(run, sides) as updaters:
+        for batch, row in zip(batches, result["batches"], strict=True):
+            streamed = updaters.update(STREAMED, batch)
+            sync = updaters.update(SYNC, synchronous(batch))
+            found, n_scored = gradient(book, batch, run.objective)
+            for name, p in trained:
+                p.grad = found[name] / (n_scored if run.objective.divides_by_tokens else 1)
+            torch.nn.utils.clip_grad_norm_([p for _, p in trained], adam.max_grad_norm or float("inf"))
+            optimizer.param_groups[0]["lr"] = streamed.finish["lr"]
+            optimizer.step()
+            plain = flat_parameters(book)
+            result["delta"].append(
+                (
+                    _ratio(streamed.parameters - sync.parameters, sync.parameters - start),
+                    _ratio(streamed.parameters - plain, plain - start),
+                )
+            )
+            row["replayed_norm"] = streamed.finish["grad_norm"]
+            if max(result["delta"][-1]) > DELTA_TOLERANCE:
+                detail = "Δ_k {:.1e} to sync, {:.1e} to torch AdamW".format(*result["delta"][-1])
+                findings.append(Finding("unknown", batch.version, detail))
+            # Only a replay from version 0 on is at the run's own θ_k.
+            if batches[0].version == 0:
+                row["sampler_gap"] = max(streamed.gaps.values(), default=0.0)
+                findings += check_gaps(batch.version, streamed.gaps, run.gap_tolerance)
+    return findings
+
+
+def check_gaps(version: int, gaps: dict, tolerance: float) -> list[Finding]:
+    """Trajectories whose sampler log-probs are not those of the weights: mean |gap| (nats) over `tolerance`."""
+    far = {trajectory: gap for trajectory, gap in gaps.items() if not gap <= tolerance}
+    if not far:
+        return []
+    worst = max(far, key=far.__getitem__)
+    return [
+        Finding(
+            "stale-version",
+            version,
+            f"{len(far)} of {len(gaps)} trajectories were sampled by other weights than this version's; the log-probs of "
+            f"{worst} differ by {far[worst]:.2g} nats on average (allowed {tolerance:g})",
+        )
+    ]
+
+
+def _ratio(gap: torch.Tensor, moved: torch.Tensor) -> float:
+    return float(gap.norm() / moved.norm()) if float(moved.norm()) else float(gap.norm())
