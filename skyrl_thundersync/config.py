@@ -107,6 +107,9 @@ class ThunderSyncConfig(BaseConfig):
     """Folder for the resolved config, metrics.jsonl, logs and published weights. Default: runs/<trainer.run_name>."""
     record: bool = False
     """Keep every logical batch (ids, masks, scores, rewards, arrival order) under `run_dir/record` for exact replay."""
+    hang_timeout_s: float = 120.0
+    """An actor whose process shows no sign of life for so long ends the run with an error that names it; its stacks are in
+    its log. Processes on other machines than the driver's are not watched."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)

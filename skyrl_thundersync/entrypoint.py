@@ -46,7 +46,7 @@ def train(cfg) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     display = Display(sys.__stdout__.fileno())
     driver_log = run_dir / "logs" / "driver.log"
-    logs.redirect(driver_log)
+    logs.redirect(driver_log, heartbeat=False)
     try:
         _train(cfg, run_dir, display)
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
@@ -68,6 +68,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", str(run_dir / "tensorboard"))
     from skyrl.train.config import get_config_as_yaml_str
 
+    from skyrl_thundersync.heartbeat import Watch
     from skyrl_thundersync.hosts.cluster import Cluster
     from skyrl_thundersync.hosts.resume import NothingLeftError
     from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
@@ -79,7 +80,11 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     metrics = MetricsFile(run_dir / "metrics.jsonl")
-    with SandboxPool(ts.sandbox, run_id=run_dir.name) as pool, Cluster(cfg, run_dir, display) as cluster:
+    with (
+        Watch(run_dir / "logs", ts.hang_timeout_s),
+        SandboxPool(ts.sandbox, run_id=run_dir.name) as pool,
+        Cluster(cfg, run_dir, display) as cluster,
+    ):
         # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
         signal.signal(signal.SIGTERM, _preempt)
         terminal_env.configure(pool, ts.sandbox)

@@ -249,6 +249,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoints are flushed and renamed, which object stores cannot do",
         "Name a folder that every node mounts",
     ),
+    _at_least("thundersync.hang_timeout_s", 5, "seconds"),
     _at_least("thundersync.learner.ranks", 1, "rank"),
     _at_least("thundersync.learner.block_tokens", 1, "token"),
     _at_least("thundersync.learner.retain_gib", 0, "GiB"),

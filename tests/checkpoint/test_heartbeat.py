@@ -1,0 +1,72 @@
+"""A process that hangs is named within the deadline, with its stacks in its log; one that works is left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from skyrl_thundersync.heartbeat import HungActorError, Watch
+
+DEADLINE_S = 6.0
+WORK = {
+    "works": "while True: sum(i * i for i in range(10**5))",
+    "waits": "threading.Event().wait()",
+    "hangs": "while True: ctypes.PyDLL(None).sleep(600)",  # in C, with the interpreter's lock
+}
+
+
+def start(folder, name: str) -> subprocess.Popen:
+    code = (
+        "import ctypes, sys, threading\nfrom skyrl_thundersync.logs import redirect\nredirect(sys.argv[1])\n"
+        f"def the_work():\n    {WORK[name]}\nthe_work()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(folder / f"{name}.log")])
+
+
+def until(condition, timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def actors(tmp_path):
+    started = {}
+    yield lambda name: started.setdefault(name, start(tmp_path, name))
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("hang", ["stopped", "hangs"])
+def test_a_hang_is_named_with_its_stacks_and_all_others_live(tmp_path, actors, hang):
+    name = "waits" if hang == "stopped" else "hangs"
+    with pytest.raises(HungActorError) as caught, Watch(tmp_path, DEADLINE_S) as watch:
+        healthy = actors("works")
+        victim = actors(name)
+        until(lambda: (tmp_path / f"{name}.alive").is_file() and (tmp_path / "works.alive").is_file())
+        time.sleep(1.5)
+        if hang == "stopped":
+            os.kill(victim.pid, signal.SIGSTOP)
+        until(lambda: watch.error is not None)
+        assert victim.wait(30) == -signal.SIGKILL
+        raise ConnectionError("what waited for it fails")
+    message = str(caught.value)
+    assert f"{name} (process {victim.pid}) gave no sign of life" in message and f"{name}.log" in message
+    assert ("stopped by a signal" in message) == (hang == "stopped")
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert "in the_work" in (tmp_path / f"{name}.log").read_text()
+    assert healthy.poll() is None
+
+
+def test_a_process_that_ended_is_no_hang(tmp_path, actors):
+    with Watch(tmp_path, 1.0):
+        victim = actors("waits")
+        until(lambda: (tmp_path / "waits.alive").is_file())
+        victim.kill()
+        victim.wait()
+        until(lambda: not (tmp_path / "waits.alive").exists())
