@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 
 from skyrl_thundersync.analysis.virtual_time import Timers
@@ -185,6 +185,7 @@ class Learner:
 
     def __init__(self, machine: Machine, group_objective: bool = False) -> None:
         self._machine, self._group_objective = machine, group_objective
+        self._block = max(1, machine.block_tokens)
         self._forward_s = 1 / machine.learner_rate / (1 + BACKWARD)
         self._past_s = 0.0 if machine.past_tokens is None else self._forward_s / machine.past_tokens
         self._groups: dict[str, _Group] = {}
@@ -195,10 +196,11 @@ class Learner:
 
     def run(self, works: list[Work]) -> list[float]:
         """Do work items in order; busy seconds of each."""
-        closing = {work.trajectory for work in works if isinstance(work, CloseTrajectory)}
+        # One item alone closes nothing that it also appends to.
+        closing = {w.trajectory for w in works if isinstance(w, CloseTrajectory)} if len(works) > 1 else ()
         return [self._machine.item_s + self._run(work, closing) for work in works]
 
-    def _run(self, work: Work, closing: set[TrajectoryId]) -> float:
+    def _run(self, work: Work, closing: Container[TrajectoryId]) -> float:
         if isinstance(work, Append):
             return self._append(work, work.source.trajectory in closing)
         if isinstance(work, CloseGroup):
@@ -237,7 +239,7 @@ class Learner:
         else:
             path.pending += len(source.context_ids)
         path.pending += len(source.action_ids)
-        if not closing and path.pending >= max(1, self._machine.block_tokens):
+        if not closing and path.pending >= self._block:
             seconds += self._forward(path)
         return seconds
 

@@ -318,20 +318,24 @@ class DirectUpdate:
 
     def _enqueue(self, work: Work) -> None:
         rank = self._placement.rank(work)
-        self._enter(self._reward_gate.offer(rank, work) if self._reward_gate else [(rank, work)])
+        if self._reward_gate is None:
+            self._enter(rank, work)
+            return
+        for item in self._reward_gate.offer(rank, work):
+            self._enter(*item)
 
-    def _enter(self, items: list[tuple[int, Work]]) -> None:
-        for rank, work in items:
-            self._meter.released_to(rank, work)
-            self._queue.put(rank, work)
-            self.woken.append(rank)
+    def _enter(self, rank: int, work: Work) -> None:
+        self._meter.released_to(rank, work)
+        self._queue.put(rank, work)
+        self.woken.append(rank)
 
     def _done(self, rank: int, works: list[Work]) -> None:
         for work in works:
             self.ledger.acknowledged(work)
             self._placement.acknowledged(work)
             self._queue.acknowledged(rank, work)
-            if self._reward_gate:
-                self._enter(self._reward_gate.acknowledged(rank, work))
+            if self._reward_gate is not None:
+                for item in self._reward_gate.acknowledged(rank, work):
+                    self._enter(*item)
         self._idle[rank], self._last = True, self._events.time()
         self.woken.append(rank)

@@ -17,19 +17,19 @@ class Admission:
     """Admission on one rank; both methods return what may enter its queue now, in order.
 
     Args:
-        cap: groups that may hold state at once, at least 1; None: any number.
+        cap: groups that may hold state at once, at least 1.
 
     Raises:
         ValueError: a cap below 1.
     """
 
-    cap: int | None
+    cap: int
     _admitted: set[str] = field(init=False, default_factory=set)
     _waiting: dict[str, list[Work]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.cap is not None and self.cap < 1:
-            raise ValueError(f"an admission cap of {self.cap} groups admits no work at all; give at least 1, or none")
+        if self.cap < 1:
+            raise ValueError(f"an admission cap of {self.cap} groups admits no work at all; give at least 1")
 
     @property
     def waiting(self) -> int:
@@ -38,8 +38,6 @@ class Admission:
 
     def offer(self, work: Work) -> list[Work]:
         """`work` was released to this rank."""
-        if self.cap is None:
-            return [work]
         group = group_of(work)
         if group not in self._admitted:
             if len(self._admitted) >= self.cap:
@@ -50,7 +48,7 @@ class Admission:
 
     def acknowledged(self, work: Work) -> list[Work]:
         """The rank finished `work`; a swept group makes room for the one that has waited longest."""
-        if self.cap is None or not isinstance(work, CloseGroup):
+        if not isinstance(work, CloseGroup):
             return []
         self._admitted.remove(work.group)
         if not self._waiting:

@@ -23,19 +23,23 @@ class ReadyQueue:
 
     def __init__(self, ranks: int, cap: int | None = None) -> None:
         self._items: list[deque] = [deque() for _ in range(ranks)]
-        self._admission = [Admission(cap) for _ in range(ranks)]
+        self._admission = None if cap is None else [Admission(cap) for _ in range(ranks)]
         self._wake = [asyncio.Event() for _ in range(ranks)]
         self._closed = False
 
     def put(self, rank: int, work: Work) -> None:
         if self._closed:
             raise RuntimeError("work was put into a ready queue after the batch had closed")
-        self._items[rank].extend(self._admission[rank].offer(work))
+        if self._admission is None:
+            self._items[rank].append(work)
+        else:
+            self._items[rank].extend(self._admission[rank].offer(work))
         self._wake[rank].set()
 
     def acknowledged(self, rank: int, work: Work) -> None:
         """The rank finished `work`, which may make room for a group that waits."""
-        self._items[rank].extend(self._admission[rank].acknowledged(work))
+        if self._admission is not None:
+            self._items[rank].extend(self._admission[rank].acknowledged(work))
 
     def close(self) -> None:
         """No work can follow; `take` returns empty lists once its queue is drained."""
@@ -56,4 +60,4 @@ class ReadyQueue:
         return [items.popleft() for _ in range(min(most, len(items)))]
 
     def waiting(self, rank: int) -> int:
-        return len(self._items[rank]) + self._admission[rank].waiting
+        return len(self._items[rank]) + (self._admission[rank].waiting if self._admission else 0)
