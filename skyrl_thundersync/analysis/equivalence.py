@@ -1,4 +1,4 @@
-"""Is the update the same? `skyrl verify RUN`: recorded batches, streamed, synchronous and by the textbook (PAPER.md, "Results").
+"""Is the update the same? `skyrl verify RUN`: recorded batches, streamed, synchronous and by the textbook.
 
 For every recorded batch: the rules of release; the streamed gradient (its ranks, its ready order as it happened) against
 `reference.gradient` in FP64 and FP32; N_k and the gradient norm against what the run itself reported. Then, over the
@@ -39,6 +39,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 ROUNDING = 2.0
 """In FP32 an error of so many times the textbook's own distance from its FP64 self is rounding, where that is more."""
 DELTA_TOLERANCE = 1e-4
+TEXTBOOK_DELTA_TOLERANCE = 1e-3
+"""Wider than the one to sync, which runs the same kernels: early Adam steps are ±lr for an element of pure rounding too."""
 NORM_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Relative gap allowed, at θ_0, between the run's own gradient norm and the textbook's, by the run's dtype."""
 
@@ -144,7 +146,6 @@ def _own_report(run: Run, folder: Path, result: dict) -> list[Finding]:
         metrics = own.get(row["version"])
         if metrics is None:
             continue
-        row["run_norm"] = metrics["policy/grad_norm"]
         if metrics["thundersync/n_scored"] != row["n_scored"]:
             detail = (
                 f"the run divided by {metrics['thundersync/n_scored']:.0f}, its record holds {row['n_scored']} tokens"
@@ -152,7 +153,7 @@ def _own_report(run: Run, folder: Path, result: dict) -> list[Finding]:
             findings.append(Finding("wrong-n", row["version"], detail))
         # With an adapter the textbook's gradient above is at other weights than the run's.
         if row["version"] == 0 and not run.lora:
-            norm = row["float32"]["norm_textbook"]
+            norm, row["run_norm"] = row["float32"]["norm_textbook"], metrics["policy/grad_norm"]
             if abs(row["run_norm"] - norm) > NORM_TOLERANCE[run.learner.dtype] * norm:
                 detail = f"the run's gradient norm was {row['run_norm']:.6g}, the textbook's is {norm:.6g}"
                 findings.append(Finding("unknown", 0, detail))
@@ -188,7 +189,8 @@ def _updates(run: Run, batches: list[Batch], result: dict) -> list[Finding]:
                 )
             )
             row["replayed_norm"] = streamed.finish["grad_norm"]
-            if max(result["delta"][-1]) > DELTA_TOLERANCE:
+            to_sync, to_book = result["delta"][-1]
+            if to_sync > DELTA_TOLERANCE or to_book > TEXTBOOK_DELTA_TOLERANCE:
                 detail = "Δ_k {:.1e} to sync, {:.1e} to torch AdamW".format(*result["delta"][-1])
                 findings.append(Finding("unknown", batch.version, detail))
             # Only a replay from version 0 on is at the run's own θ_k.

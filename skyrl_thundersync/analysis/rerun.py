@@ -6,7 +6,6 @@ group of all ranks: they run in one process each, which holds a streamed and a s
 
 from __future__ import annotations
 
-import gc
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -180,8 +179,7 @@ class Updaters:
     def __exit__(self, *_error) -> None:
         for pool in self._pools:
             pool.shutdown()
-        if not self._pools:
-            _leave()
+        _sides.clear()  # the process group stays: DeepSpeed keeps references to it, and joining it again is free
 
 
 _sides: dict[str, LearnerRank] = {}  # the learners of this process
@@ -190,12 +188,6 @@ _sides: dict[str, LearnerRank] = {}  # the learners of this process
 def _build(run: Run, sides: dict[str, Settings], index: int, port: int) -> None:
     _sides.clear()
     _sides.update({side: _rank(run, s, index, run.world, port, run.adam) for side, s in sides.items()})
-
-
-def _leave() -> None:
-    _sides.clear()
-    gc.collect()
-    torch.distributed.destroy_process_group()
 
 
 def _update(side: str, batch: Batch) -> Updated:
