@@ -2,16 +2,26 @@
 
 Plain numpy; every argument broadcasts. Times are divided by the rollout time R, so a moment u lies in [0, 1]:
 ρ = L/R is learner service, κ = P/R the suffix (final reduction, step, publication), λ the learner's tail after the last
-rollout. Beyond the paper: durations may be skewed (U^skew instead of U), which is how heterogeneity enters here, and laws
+rollout.
+
+    python -m skyrl_thundersync.analysis.theory --rho 1.2 --objective opd --turns 20 --share 0.67 --plot FOLDER
+
+Beyond the paper: durations may be skewed (U^skew instead of U), which is how heterogeneity enters here, and laws
 can be built from measured release times.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
 
 Law = Callable[[np.ndarray], np.ndarray]
 """F(u): share of learner service released by normalised time u, nondecreasing from F(0) ≥ 0 to F(1) = 1."""
@@ -215,3 +225,78 @@ def _numbers(name: str, value, *, least: float = 0.0, above: float | None = None
 
 def _unit(u) -> np.ndarray:
     return np.clip(np.asarray(u, dtype=np.float64), 0.0, 1.0)
+
+
+def command(
+    rho: Annotated[float, typer.Option(help="Learner service over rollout time, ρ = L/R.")] = 1.0,
+    kappa: Annotated[float, typer.Option(help="Suffix over rollout time, κ = P/R.")] = 0.05,
+    objective: Annotated[str, typer.Option(help="Release law: opd or grpo.")] = "opd",
+    gamma: Annotated[float, typer.Option(help="Service grows as duration^γ.")] = 1.0,
+    skew: Annotated[float, typer.Option(help="Durations are U^skew; more is more heterogeneous.")] = 1.0,
+    turns: Annotated[int, typer.Option(help="OPD: turns a trajectory, a.")] = 20,
+    group: Annotated[int, typer.Option(help="GRPO: trajectories a group, m.")] = 8,
+    share: Annotated[
+        float, typer.Option(help="Service that waits: for the trajectory's close (OPD, δ), for its group (GRPO, β).")
+    ] = 2 / 3,
+    waves: Annotated[int, typer.Option(help="Rollout waves, w; the other figures are then those of one wave.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Also write the curves as SVG and JSON into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What overlap is worth by the paper's theory: tail, its bounds, and speed-up over sync."""
+    from skyrl_thundersync.analysis import curves
+
+    try:
+        figures = predict(rho, kappa, objective, gamma, skew, turns, group, share, waves)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    files = curves.plot(plot) if plot is not None else []
+    if as_json:
+        print(json.dumps(figures | {"files": [str(file) for file in files]}))
+        return
+    table = Table(box=None, show_header=False)
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.4g}")
+    Console().print(table)
+    for file in files:
+        Console().print(str(file))
+
+
+def predict(
+    rho: float,
+    kappa: float,
+    objective: str,
+    gamma: float,
+    skew: float,
+    turns: int,
+    group: int,
+    share: float,
+    waves: int = 1,
+) -> dict[str, float]:
+    """All figures of one configuration; arguments as `command`'s.
+
+    Raises:
+        ValueError: an objective other than "opd" and "grpo", or a figure out of its range.
+    """
+    if objective not in ("opd", "grpo"):
+        raise ValueError(f"unknown objective {objective!r}; known are opd, grpo")
+
+    def law(u):
+        if objective == "opd":
+            return opd_release(u, gamma, turns, share, skew)
+        return grpo_release(u, gamma, group, share, skew)
+
+    lam, behind = float(tail(law, rho)), lag(law)
+    low, high = tail_bounds(rho, behind)
+    return {
+        "tail": lam,
+        "tail_lower_bound": float(low),
+        "tail_upper_bound": float(high),
+        "lag": behind,
+        "duration_spread": float(spread(skew)),
+        "speedup": float(waves_speedup(waves, rho, kappa, lam)),
+        "speedup_bound": float(speedup_bound(rho, kappa / waves)),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(command)

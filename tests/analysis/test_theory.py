@@ -1,11 +1,16 @@
 """The theory against brute force: recursions, Monte Carlo, and the limits that PAPER.md states."""
 
+import json
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from skyrl_thundersync.analysis import theory
+from skyrl_thundersync.analysis import curves, theory
 
 jobs = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=40)
 shape = st.tuples(st.floats(0, 3), st.floats(0, 1), st.floats(0.3, 4))
@@ -155,3 +160,36 @@ def test_errors_as_the_paper_defines_them():
 def test_impossible_inputs_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_curves_are_written_with_their_numbers_and_measured_points(tmp_path):
+    files = curves.plot(tmp_path, {"speedup_rho": {"measured": ([0.8, 1.1], [1.4, 1.6])}})
+    drawn = json.loads((tmp_path / "theory.json").read_text())
+    for name, chart in drawn.items():
+        root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+        assert len(lines) == len(chart["curves"])
+        for line, (x, _) in zip(lines, chart["curves"].values(), strict=True):
+            at = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+            assert len(at) == len(x) and all(0 <= a <= curves.WIDTH and 0 <= b <= curves.HEIGHT for a, b in at)
+    assert {f.name for f in files} == {f"{name}.svg" for name in drawn} | {"theory.json"}
+    assert (tmp_path / "speedup_rho.svg").read_text().count("<circle") == 3  # two points and the legend's
+    for name in ("speedup_rho", "speedup_heterogeneity", "speedup_waves"):
+        assert all(1 - 1e-9 <= y <= 2 + 1e-9 for _, ys in drawn[name]["curves"].values() for y in ys)
+    with pytest.raises(ValueError, match="no chart is named 'other'"):
+        curves.plot(tmp_path, {"other": {}})
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e3))
+def test_ticks_hold_their_range_between_them(low, span):
+    values = curves.ticks(low, low + span)
+    assert values[0] <= low + 1e-6 and values[-1] >= low + span - 1e-6 and 2 <= len(values) <= 9
+
+
+def test_the_command_says_what_the_functions_say():
+    app = typer.Typer()
+    app.command()(theory.command)
+    result = CliRunner().invoke(app, ["--rho", "1", "--objective", "grpo", "--share", "0", "--kappa", "0", "--json"])
+    figures = json.loads(result.stdout)
+    assert figures["tail"] == pytest.approx(0.25, abs=1e-6) and figures["speedup"] == pytest.approx(1.6, abs=1e-5)
+    assert CliRunner().invoke(app, ["--objective", "ppo"]).exit_code == 2
