@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from skyrl_thundersync import logs
+from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.quiet import quiet_imports
 
@@ -80,6 +80,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     metrics = MetricsFile(run_dir / "metrics.jsonl")
+    timeline.open_log(run_dir)
     with (
         Watch(run_dir / "logs", ts.hang_timeout_s),
         SandboxPool(ts.sandbox, run_id=run_dir.name) as pool,
@@ -100,6 +101,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
             display.say(f"nothing left to train: {done}")
             return
     metrics.close()
+    timeline.close_log()
     rows = [("updates", str(trainer.global_step))]
     if progress.evaluations:
         (_, before), (_, after) = progress.evaluations[0], progress.evaluations[-1]

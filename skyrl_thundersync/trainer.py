@@ -30,6 +30,7 @@ from skyrl_thundersync.stream.sources import (
     Work,
     WorkDone,
 )
+from skyrl_thundersync.timeline import WorkSpan
 
 T = TypeVar("T")
 
@@ -108,6 +109,7 @@ class Update:
         self._now = now
         self.clock = Clock(now())
         self.acknowledged: list[WorkDone] = []
+        self.spans: list[WorkSpan] = []
         self.done_before_rollouts_ended = 0
         self.busy_s = [0.0] * len(ranks)
         self._ranks, self._teacher, self._record = ranks, teacher, record
@@ -117,6 +119,7 @@ class Update:
         self._queue = ReadyQueue(len(ranks), cap)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
+        self._released: dict[int, float] = {}  # by identity: hashing a source costs its tokens
 
     async def run(self, rollouts: Awaitable[T]) -> T:
         """Run the rollouts and, beside them, all gradient work they release. Returns what the rollouts returned.
@@ -177,6 +180,7 @@ class Update:
         for rank, work in items:
             if self._record:
                 self._record(rank, work)
+            self._released[id(work)] = self._now()
             self._queue.put(rank, work)
 
     async def _lane(self, rank: int) -> None:
@@ -189,5 +193,6 @@ class Update:
                 if self._reward_gate:
                     self._enter(self._reward_gate.acknowledged(rank, work))
                 self.acknowledged.append(done)
+                self.spans.append(WorkSpan.of(rank, work, self._released.pop(id(work)), done))
                 self.busy_s[rank] += done.seconds
                 self.done_before_rollouts_ended += self.clock.rollouts_ended is None

@@ -22,6 +22,7 @@ from skyrl.train.generators.utils import get_metrics_from_generator_output
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
+from skyrl_thundersync import timeline
 from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.hosts.cluster import Cluster
@@ -68,6 +69,7 @@ class LearnerDispatch:
         start = time.perf_counter()
         await self._cluster.publish()
         self.publish_s = time.perf_counter() - start
+        timeline.add("update", "publish", start, start + self.publish_s, version=self._cluster.version)
         if self.on_published is not None:
             self.on_published(self.publish_s)
 
@@ -118,6 +120,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
             self.generator.on_closed = None
         if self._recorder:
             self._recorder.end()
+        timeline.add_update(update)
         self._update = update
         return output
 
@@ -146,6 +149,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         """Reduce over ranks, divide by N_k, clip, one optimizer step."""
         start = time.perf_counter()
         finish = self._cluster.finish(self._update.ledger)
+        timeline.add("update", "finish", start, time.perf_counter(), version=self._update.ledger.version)
         self.checkpoints.finished(self.global_step)
         status = update_metrics(self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts())
         self.all_metrics.update(status)

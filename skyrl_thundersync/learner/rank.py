@@ -147,7 +147,7 @@ class LearnerRank:
         self.n_scored += tally.n_scored
         seconds = time.perf_counter() - start
         self.busy_seconds += seconds
-        return _done(seconds, tally)
+        return _done(start, seconds, tally)
 
     def _check_version(self, work: Append) -> None:
         version = work.source.policy_version
@@ -338,5 +338,6 @@ def _name(work: Work) -> str:
     raise TypeError(f"not a work item: {work!r}")
 
 
-def _done(seconds: float, tally: Tally) -> WorkDone:
-    return WorkDone(seconds, tally.n_scored, tally.sum_kl, tally.sum_logp_gap, tally.max_logp_gap)
+def _done(started: float, seconds: float, tally: Tally) -> WorkDone:
+    counts = tuple(tally.gap_counts.items())
+    return WorkDone(seconds, tally.n_scored, tally.sum_kl, tally.sum_logp_gap, tally.max_logp_gap, counts, started)

@@ -8,6 +8,7 @@ Turns wait for each other until a block is worth running. A branch that nothing 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,9 @@ from skyrl_thundersync.learner.statistics import GroupStatistics
 from skyrl_thundersync.objectives import Objective
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 
+SMALLEST_GAP = 2.0**-30
+"""Log-prob gaps below this (nats) are counted as this."""
+
 
 @dataclass
 class Tally:
@@ -28,6 +32,7 @@ class Tally:
     sum_kl: float = 0.0
     sum_logp_gap: float = 0.0
     max_logp_gap: float = 0.0
+    gap_counts: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
@@ -362,6 +367,7 @@ class Forest:
         tally.n_scored += len(scored)
         tally.sum_logp_gap += float(gap_T.sum())
         tally.max_logp_gap = max(tally.max_logp_gap, float(gap_T.max()))
+        tally.gap_counts.update((gap_T.clamp(min=SMALLEST_GAP).log2() * 8).floor().int().tolist())
         scores_T = None
         if scored.scores_T is not None:
             tally.sum_kl += float((detached_T - scored.scores_T).sum())

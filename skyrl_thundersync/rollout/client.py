@@ -55,8 +55,9 @@ class LocalEngineClient(InferenceEngineInterface):
     async def generate(self, input_batch: InferenceEngineInput, model: str | None = None) -> InferenceEngineOutput:
         """One answer per prompt, in order.
 
-        Beside SkyRL's keys the output has `policy_versions`, one int per answer. `response_logprobs` are those of the
-        sampled tokens, of the raw distribution; None unless the sampling parameters ask for log-probs, as in SkyRL.
+        Beside SkyRL's keys the output has `policy_versions` and `replicas`, one int per answer each. `response_logprobs`
+        are those of the sampled tokens, of the raw distribution; None unless the sampling parameters ask for log-probs, as
+        in SkyRL.
         A `seed` in the sampling parameters goes to every prompt of the batch.
 
         Raises:
@@ -89,6 +90,7 @@ class LocalEngineClient(InferenceEngineInterface):
             "stop_reasons": [sample.finish_reason for sample in samples],
             "response_logprobs": None if sampling.get("logprobs") is None else [sample.logps for sample in samples],
             "policy_versions": [sample.policy_version for sample in samples],
+            "replicas": [self._home.get(session, 0) for session in sessions],
         }
 
     async def _sample(self, session: Hashable, prompt: list[int], sampling: dict[str, Any], salt: str | None) -> Sample:

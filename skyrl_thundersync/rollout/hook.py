@@ -7,9 +7,11 @@ that a source needs; nothing is decoded, nothing upstream is patched. Off unless
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from skyrl_thundersync import timeline
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
 
 
@@ -30,6 +32,7 @@ class TurnHook:
         self._trajectory_of: dict[str, TrajectoryId] = {}
         self._tokens: dict[TrajectoryId, list[int]] = {}
         self._turns: dict[TrajectoryId, int] = {}
+        self._answered: dict[str, float] = {}  # when each session's last answer came
 
     def __getattr__(self, name: str):
         return getattr(self.client, name)
@@ -40,6 +43,7 @@ class TurnHook:
         self._trajectory_of = {str(trajectory): trajectory for trajectory in trajectories}
         self._tokens = {trajectory: [] for trajectory in trajectories}
         self._turns = dict.fromkeys(trajectories, 0)
+        self._answered = {}
         self._sink = sink
         try:
             yield
@@ -56,7 +60,9 @@ class TurnHook:
         if self._sink is None:
             return await self.client.generate(input_batch, model=model)
         prompts = [tuple(ids) for ids in input_batch["prompt_token_ids"]]
+        asked = time.perf_counter()
         output = await self.client.generate(self._seeded(input_batch), model=model)
+        answered = time.perf_counter()
         if output.get("response_logprobs") is None:
             raise RuntimeError(
                 "the rollout engine returned no log-probs of the sampled tokens; set generator.sampling_params.logprobs=1"
@@ -73,6 +79,11 @@ class TurnHook:
                 output["stop_reasons"][i],
                 versions[i],
             )
+            replica = f"rollout-{output['replicas'][i]}" if "replicas" in output else "rollout"
+            timeline.add(replica, "generate", asked, answered, of=session, tokens=len(output["response_ids"][i]))
+            if (before := self._answered.get(session)) is not None:
+                timeline.add("environment", "between turns", before, asked, of=session)
+            self._answered[session] = answered
         return output
 
     def _seeded(self, input_batch: dict) -> dict:

@@ -23,6 +23,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import registry
 
+from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
 from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost, checked_path
 from skyrl_thundersync.sandbox.pool import SandboxPool
@@ -191,10 +192,13 @@ class TerminalEnv(BaseTextEnv):
                 observation = "(no command)"
             # Stands for a slow tool, so it is there whatever the command was.
             time.sleep(self._config.latency_s)
-            self._tool_seconds += time.monotonic() - started
+            ended = time.monotonic()
+            timeline.add("tools", "command", started, ended, task=self.task_id)
+            self._tool_seconds += ended - started
             self._done = submitted or self.turns >= self.max_turns or time.monotonic() > self._deadline
             if self._done:
                 self._reward = self._grade(self._sandbox)
+                timeline.add("tools", "checker", ended, time.monotonic(), task=self.task_id)
         except SandboxLost as error:
             # The agent made its own sandbox unusable: its episode ends without reward, the run goes on. When the pool
             # is closing, the run is over and so is this.

@@ -122,6 +122,8 @@ class WorkDone:
         n_scored: scored tokens that became part of the gradient with this item (they count towards N_k here, once).
         sum_kl: Σ (log π_θ − log π_T) over those tokens; 0.0 without a teacher.
         sum_logp_gap, max_logp_gap: Σ and maximum of |log π_θ(learner) − log π(sampler)| over those tokens.
+        gap_counts: (b, count) pairs: so many of those tokens have a gap in [2^(b/8), 2^((b+1)/8)) nats.
+        started: when the rank began with it, seconds of its machine's monotonic clock.
     """
 
     seconds: float
@@ -129,3 +131,5 @@ class WorkDone:
     sum_kl: float = 0.0
     sum_logp_gap: float = 0.0
     max_logp_gap: float = 0.0
+    gap_counts: tuple[tuple[int, int], ...] = ()
+    started: float = 0.0

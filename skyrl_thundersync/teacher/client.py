@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from skyrl_thundersync import timeline
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
 from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, TeacherSpec
 
@@ -101,7 +102,9 @@ class TeacherClient:
             return ()
         begin = time.perf_counter()
         scores = await self._with_retries(source, trajectory)
-        self._counts.wait_s += time.perf_counter() - begin
+        end = time.perf_counter()
+        timeline.add(f"teacher-{trajectory.replica}", "score", begin, end, of=source.name)
+        self._counts.wait_s += end - begin
         self._counts.computed_tokens += scores.computed_tokens
         self._check(source, scores)
         return scores.logps
