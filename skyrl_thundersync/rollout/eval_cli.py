@@ -1,0 +1,81 @@
+"""`skyrl-thundersync eval …`: pass@k of a model folder on terminal tasks, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from skyrl_thundersync.errors import ConfigError
+
+HELP = """Evaluate a model on terminal tasks: independent attempts, pass@1, pass@3 and pass@5.
+
+    skyrl-thundersync eval +config=opd/quickstart trainer.policy.model.path=runs/…/policy --attempts 5 -o runs/eval
+
+Options are a preset's, as for `skyrl train`: trainer.policy.model.path is the model, data.val_data the tasks,
+generator.eval_sampling_params how it samples, generator.inference_engine.* the replicas, thundersync.sandbox.* where commands
+run. An interrupted evaluation goes on when the same command is given again.
+"""
+
+
+def evaluate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for results, summary, table and plot.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[+config=GROUP/NAME] [key=value]...")] = None,
+    attempts: Annotated[int, typer.Option(min=1, help="Independent attempts at each task.")] = 5,
+    adapter: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A LoRA adapter to serve over the model.")
+    ] = None,
+) -> None:
+    from skyrl_thundersync.quiet import quiet_imports
+
+    console = Console(stderr=True)
+    with console.status("loading SkyRL"), quiet_imports():
+        from skyrl_thundersync.rollout import eval_run
+    summary = eval_run.run(arguments or [], attempts, adapter, output, console)
+    show(summary, output)
+
+
+def show(summary: dict[str, Any], output: Path) -> None:
+    """The table on the screen, and where everything is."""
+    table = Table("", "first k", "unbiased", box=None, pad_edge=False)
+    for k, value in summary["pass_at_k"].items():
+        table.add_row(f"pass@{k}", f"{value['first_k']:.2f}", f"{value['unbiased']:.2f}")
+    console = Console()
+    console.print(table)
+    mean = summary["mean"]
+    console.print(
+        f"{summary['tasks']} tasks x {summary['attempts']} attempts; mean reward {mean['reward']:.3f}, "
+        f"{mean['turns']:.1f} turns, {mean['sampled_tokens']:.0f} sampled tokens; "
+        f"{summary['accounting']['gpu_hours']:.2f} GPU hours in {summary['accounting']['wall_hours']:.2f} h"
+    )
+    console.print(str(output / "summary.json"), soft_wrap=True)
+
+
+def markdown(summary: dict[str, Any], title: str) -> str:
+    """The same as a Markdown table, with one line per task."""
+    lines = [f"# {title}", "", "| | first k | unbiased |", "|---|---|---|"]
+    lines += [f"| pass@{k} | {v['first_k']:.2f} | {v['unbiased']:.2f} |" for k, v in summary["pass_at_k"].items()]
+    lines += ["", f"| task | solved of {summary['attempts']} |", "|---|---|"]
+    lines += [f"| {task} | {count} |" for task, count in summary["solved"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def write(summary: dict[str, Any], title: str, output: Path) -> None:
+    """summary.json, summary.md and pass.svg."""
+    from skyrl_thundersync.analysis.pass_plot import pass_plot
+
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (output / "summary.md").write_text(markdown(summary, title), encoding="utf-8")
+    (output / "pass.svg").write_text(pass_plot(summary, title), encoding="utf-8")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("eval", help=HELP)(evaluate)
+
+
+__all__ = ["ConfigError", "evaluate", "markdown", "register", "show", "write"]

@@ -1,0 +1,196 @@
+"""One session of an evaluation: replicas up, the attempts that are missing made, everything down, the summary written."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from transformers import AutoTokenizer
+
+from skyrl_thundersync import inputs
+from skyrl_thundersync.analysis.attempts import AttemptFiles, summarise
+from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.host_defaults import apply_host_defaults, uses_cuda
+from skyrl_thundersync.presets import build_config
+from skyrl_thundersync.quiet import quiet_imports
+from skyrl_thundersync.rollout import eval_cli, terminal_env
+from skyrl_thundersync.rollout.client import LocalEngineClient
+from skyrl_thundersync.rollout.engine import LORA_NAME, EngineSpec, start_replicas
+from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
+from skyrl_thundersync.sandbox.pool import SandboxPool
+
+PROBE_TOKENS = 16
+
+
+def run(arguments: list[str], attempts: int, adapter: Path | None, output: Path, console: Console) -> dict[str, Any]:
+    """Make what is missing of `attempts` at each task of `data.val_data`, and write and return the summary.
+
+    Raises:
+        ConfigError: what the user has to put right.
+    """
+    with quiet_imports():
+        cfg = build_config(arguments)
+        apply_host_defaults(cfg)
+    _check(cfg, attempts)
+    tasks = read_tasks(cfg.data.val_data)
+    task_ids = [task["task_id"] for task in tasks]
+    if elsewhere := [task["task_id"] for task in tasks if task.get("needs") not in (None, "", "build")]:
+        raise ConfigError(f"{len(elsewhere)} tasks need Harbor's own runner, {elsewhere[0]} for one: take them out")
+    output = output.absolute()
+    files = AttemptFiles(output, subject(cfg, tasks, adapter))
+    try:
+        done = {(a.task_id, a.attempt) for a in files.attempts}
+        # Attempt by attempt, not task by task: what there is after an interruption is a whole pass@1 first.
+        todo = [(task, j) for j in range(attempts) for task in task_ids if (task, j) not in done]
+        if done:
+            console.print(f"{len(done)} attempts are done, {len(todo)} to do")
+        if todo:
+            _session(cfg, tasks, todo, files, adapter, console)
+    finally:
+        files.close()
+    summary = summarise(output, task_ids, attempts)
+    eval_cli.write(summary, Path(cfg.trainer.policy.model.path).name, output)
+    return summary
+
+
+def subject(cfg: Any, tasks: list[dict[str, Any]], adapter: Path | None) -> dict[str, Any]:
+    """What an evaluation is of: everything that changes what an attempt does. Results of two subjects never mix."""
+    return {
+        "model": _weights_hash(Path(cfg.trainer.policy.model.path).expanduser()),
+        "adapter": _weights_hash(adapter) if adapter else None,
+        "tasks": hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest(),
+        "sampling": {k: v for k, v in vars(cfg.generator.eval_sampling_params).items() if v is not None},
+        "seed": cfg.trainer.seed,
+        "max_turns": cfg.generator.max_turns,
+        "max_input_length": cfg.generator.max_input_length,
+        "dtype": cfg.generator.inference_engine.model_dtype,
+        "command_timeout_s": cfg.thundersync.sandbox.command_timeout_s,
+        "output_limit_bytes": cfg.thundersync.sandbox.output_limit_bytes,
+    }
+
+
+def _check(cfg: Any, attempts: int) -> None:
+    model = cfg.trainer.policy.model.path
+    option = "trainer.policy.model.path"
+    problems = inputs.model_problems(option, model) or inputs.context_problems(cfg, option, model)
+    for file in cfg.data.val_data:
+        if not Path(file).expanduser().is_file():
+            problems.append(f"data.val_data: there is no file {file}")
+        else:
+            problems += inputs.task_problems("data.val_data", file, cfg.environment.env_class)
+    if attempts > 1 and cfg.generator.eval_sampling_params.temperature == 0:
+        problems.append(
+            "generator.eval_sampling_params.temperature=0: attempts would all be the same. Set it to 1.0, or --attempts 1."
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _session(
+    cfg: Any,
+    tasks: list[dict[str, Any]],
+    todo: list[tuple[str, int]],
+    files: AttemptFiles,
+    adapter: Path | None,
+    console: Console,
+) -> None:
+    started = time.monotonic()
+    engine = cfg.generator.inference_engine
+    device = "cuda" if uses_cuda(cfg) else "cpu"
+    record = {
+        "device": device,
+        "gpus": engine.num_engines if device == "cuda" else 0,
+        "replicas": engine.num_engines,
+        "planned": len(todo),
+    }
+    files.note(record)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with SandboxPool(cfg.thundersync.sandbox, run_id=f"eval-{files.folder.name}") as pool:
+        terminal_env.configure(pool, cfg.thundersync.sandbox)
+        terminal_env.register_terminal_env()
+        ray.init(
+            num_cpus=None if device == "cuda" else 8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="warning",
+            runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
+        )
+        try:
+            with console.status("starting the engine"):
+                client = asyncio.run(_serve(cfg, tokenizer, device, adapter, files.folder / "logs"))
+            startup = time.monotonic() - started
+            generator = SkyRLGymGenerator(
+                generator_cfg=cfg.generator,
+                skyrl_gym_cfg=cfg.environment.skyrl_gym,
+                inference_engine_client=client,
+                tokenizer=tokenizer,
+                policy_model_name=LORA_NAME if adapter else cfg.trainer.policy.model.path,
+            )
+            with console.status("") as status:
+
+                def add(attempt: Any) -> None:
+                    files.add(attempt)
+                    solved = sum(a.solved for a in files.attempts)
+                    status.update(f"{len(files.attempts)} attempts done, {solved} solved")
+
+                asyncio.run(evaluate(cfg, generator, tasks, todo, files.session, started, add))
+        finally:
+            ray.shutdown()
+    files.note({**record, "startup_s": startup, "wall_s": time.monotonic() - started, "backend": pool.backend})
+
+
+async def _serve(cfg: Any, tokenizer: Any, device: str, adapter: Path | None, logs: Path) -> LocalEngineClient:
+    engine = cfg.generator.inference_engine
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            "generator.inference_engine.tensor_parallel_size: evaluation replicas hold one GPU each. Set 1."
+        )
+    spec = EngineSpec(
+        model=cfg.trainer.policy.model.path,
+        dtype=engine.model_dtype,
+        max_model_len=cfg.generator.max_input_length + cfg.generator.eval_sampling_params.max_generate_length,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        prefix_caching=engine.enable_prefix_caching,
+        chunked_prefill=engine.enable_chunked_prefill,
+        seed=cfg.trainer.seed,
+        lora_rank=_rank(adapter) if adapter else 0,
+        device=device,
+    )
+    client = LocalEngineClient(start_replicas(spec, engine.num_engines, logs), tokenizer, cfg.trainer.policy.model.path)
+    await client.ready()
+    if adapter:
+        rng = random.Random(cfg.trainer.seed)
+        await client.load_weights(
+            str(adapter.absolute()), 1, [rng.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
+        )
+    return client
+
+
+def _rank(adapter: Path) -> int:
+    file = adapter / "adapter_config.json"
+    if not file.is_file():
+        raise ConfigError(f"--adapter {adapter}: no adapter_config.json in it")
+    return int(json.loads(file.read_text(encoding="utf-8"))["r"])
+
+
+def _weights_hash(folder: Path) -> str:
+    """SHA-256 over the folder's configuration and weights; a hub name stands for itself."""
+    if not folder.is_dir():
+        return str(folder)
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja"):
+            with file.open("rb") as handle:
+                digest.update(file.name.encode() + hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
