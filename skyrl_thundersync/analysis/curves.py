@@ -130,10 +130,12 @@ def svg(chart: Chart) -> str:
         across = LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
         return across, HEIGHT - BOTTOM - (y - low_y) / (high_y - low_y) * (HEIGHT - TOP - BOTTOM)
 
+    names = list(chart.curves) + [name for name in chart.points if name not in chart.curves]
+    tall = HEIGHT + 18 * math.ceil(len(names) / 2)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {tall}" font-family="sans-serif" font-size="12">',
         f"<title>{escape(chart.title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{tall}" fill="white"/>',
         _text(LEFT, 22, chart.title, "start", 15),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, chart.x, "middle"),
         f'<g transform="translate(16 {HEIGHT / 2}) rotate(-90)">{_text(0, 0, chart.y, "middle")}</g>',
@@ -148,7 +150,6 @@ def svg(chart: Chart) -> str:
     if chart.limit is not None:
         _, y = at(low_x, chart.limit)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#333" stroke-dasharray="5 4"/>')
-    names = list(chart.curves) + [name for name in chart.points if name not in chart.curves]
     for name, (x_values, y_values) in chart.curves.items():
         line = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in zip(x_values, y_values, strict=True))
         colour = COLOURS[names.index(name) % len(COLOURS)]
@@ -162,18 +163,17 @@ def svg(chart: Chart) -> str:
 
 
 def _legend(chart: Chart, names: Sequence[str]) -> list[str]:
-    """In the lower right, where speed-ups and releases leave room, on a white ground."""
-    wide = 34 + 6.6 * max(map(len, names))
-    left, top = WIDTH - RIGHT - wide - 6, HEIGHT - BOTTOM - 18 * len(names) - 10
-    parts = [f'<rect x="{left}" y="{top}" width="{wide}" height="{18 * len(names) + 4}" fill="white" opacity="0.85"/>']
+    """Below the axis, two names a row, where no curve runs."""
+    parts = []
     for index, name in enumerate(names):
-        y, colour = top + 14 + 18 * index, COLOURS[index % len(COLOURS)]
+        left = LEFT + (index % 2) * (WIDTH - LEFT - RIGHT) / 2
+        y, colour = HEIGHT + 10 + 18 * (index // 2), COLOURS[index % len(COLOURS)]
         mark = (
-            f'<path d="M{left + 6} {y - 4}h18" stroke="{colour}" stroke-width="3"/>'
+            f'<path d="M{left} {y - 4}h18" stroke="{colour}" stroke-width="3"/>'
             if name in chart.curves
-            else f'<circle cx="{left + 15}" cy="{y - 4}" r="4" fill="{colour}"/>'
+            else f'<circle cx="{left + 9}" cy="{y - 4}" r="4" fill="{colour}"/>'
         )
-        parts += [mark, _text(left + 30, y, name, "start")]
+        parts += [mark, _text(left + 24, y, name, "start")]
     return parts
 
 
