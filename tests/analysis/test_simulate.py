@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks import release_model
 from skyrl_thundersync.analysis import simulate, theory
 from skyrl_thundersync.analysis.machines import Machine
 from skyrl_thundersync.analysis.record import Batch
@@ -203,6 +204,13 @@ def test_heterogeneity_and_waves_raise_the_speedup_as_the_paper_says():
     assert by_skew[0] < by_skew[1] < by_skew[2] and by_skew[2] > 1.6
     by_waves = [gain(replace(many, groups=groups), replace(machine, slots=20)) for groups in (10, 40, 160)]
     assert by_waves[0] < by_waves[1] < by_waves[2] and by_waves[2] > 1.8
+
+
+@pytest.mark.parametrize("objective", ["opd", "grpo"])
+def test_release_laws_predict_the_speedups_of_drawn_workloads(objective):
+    few, many = (release_model.pair(objective, 1.0, 20, n, 1.0, seed=0) for n in (32, 512))
+    assert many.error < 4 and many.error < few.error
+    assert 1.5 < many.trace < 2
 
 
 def test_a_cap_bounds_the_groups_that_hold_state_and_the_memory():
