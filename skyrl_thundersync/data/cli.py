@@ -87,6 +87,51 @@ def swe_smith(
     _finish(source, output, decontaminate, None, True)
 
 
+@app.command(
+    help="Build the images of tasks that need one: Harbor task folders, or prepared .jsonl files of SWE-smith."
+)
+def images(
+    sources: Annotated[list[Path], typer.Argument(exists=True, help="Folders of Harbor tasks, or .jsonl files.")],
+    network: Annotated[bool, typer.Option(help="Give builds the engine's network.")] = False,
+) -> None:
+    from skyrl_thundersync.data.harbor import read_tasks
+    from skyrl_thundersync.data.images import ImageBuilder
+    from skyrl_thundersync.inputs import read_rows
+    from skyrl_thundersync.sandbox.base import SandboxError
+
+    made = kept = 0
+    failed: list[str] = []
+    try:
+        with ImageBuilder(network) as builder:
+            for source in sources:
+                jobs: list[tuple[str, Any]] = []
+                if source.is_dir():
+                    tasks, _ = _refusing(lambda source=source: read_tasks(source, ["build"]))
+                    jobs = [
+                        (t.image, lambda t=t: builder.build(t.folder / "environment", t.workdir, t.image))
+                        for t in tasks
+                        if "build" in t.needs
+                    ]
+                else:
+                    rows = {row["image"]: row for _, row in read_rows(source) if row.get("base_image")}
+                    jobs = [
+                        (tag, lambda r=row, tag=tag: builder.own(r["base_image"], r["workdir"], tag))
+                        for tag, row in sorted(rows.items())
+                    ]
+                for tag, job in jobs:
+                    try:
+                        new = job()
+                    except SandboxError as error:
+                        failed.append(f"{tag}: {error}")
+                        continue
+                    made, kept = made + new, kept + (not new)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    Console().print(f"{made} images built, {kept} there already, {len(failed)} failed")
+    if failed:
+        raise ConfigError("\n".join(failed))
+
+
 def _harbor(
     name: str,
     folder: Path,

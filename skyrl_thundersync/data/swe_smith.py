@@ -20,6 +20,7 @@ from typing import Any
 
 from skyrl_thundersync.data.decontaminate import repository_name, test_names
 from skyrl_thundersync.data.harbor import TEST_COMMAND
+from skyrl_thundersync.data.images import owned_tag
 
 FIELDS = ("instance_id", "patch", "FAIL_TO_PASS", "PASS_TO_PASS", "image_name", "repo", "problem_statement")
 WORKDIR = "/testbed"
@@ -84,7 +85,8 @@ def terminal_row(
         "prompt": [{"role": "user", "content": str(row["problem_statement"]).strip()}],
         "env_class": "terminal",
         "task_id": str(row["instance_id"]),
-        "image": str(row["image_name"]),
+        "image": owned_tag(str(row["image_name"]), WORKDIR),
+        "base_image": str(row["image_name"]),
         "image_optional": False,
         "workdir": WORKDIR,
         "env": "{}",
