@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.monolithic import FAMILIES, Gradient, batch, distance, gradient, save_model, settings, stock_model
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.learner.segments import Segment
+from skyrl_thundersync.learner.states import Adjoint
 from skyrl_thundersync.stream.sources import Work, group_of
 
 WHOLE = 2**31
@@ -104,7 +104,7 @@ def table(models, policies, dtypes, ranks, device: str, folder: Path, works: lis
 def severed(folder: str, works: list[Work], device: str, tries: int = 20) -> float:
     """The smallest relative error over `tries` sweeps that each lose one adjoint, FP64."""
     true = gradient(stock_model(folder, "float64", "float64", device), works, "opd")
-    deposit, count, errors = Segment.deposit, 0, []
+    deposit, count, errors = Adjoint.deposit, 0, []
 
     def all_but(lost: int):
         def counted(self, layer, part, value):
@@ -116,13 +116,13 @@ def severed(folder: str, works: list[Work], device: str, tries: int = 20) -> flo
         return counted
 
     try:
-        Segment.deposit = all_but(-1)
+        Adjoint.deposit = all_but(-1)
         streamed(folder, works, "opd", "float64", POLICIES["fused"], 1, device)
         for lost in torch.linspace(0, count - 1, tries).long().tolist():
-            count, Segment.deposit = 0, all_but(lost)
+            count, Adjoint.deposit = 0, all_but(lost)
             errors.append(distance(streamed(folder, works, "opd", "float64", POLICIES["fused"], 1, device), true))
     finally:
-        Segment.deposit = deposit
+        Adjoint.deposit = deposit
     return min(errors)
 
 

@@ -9,15 +9,16 @@ the cut; what flows through the cut backwards is kept as the adjoint of each sta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from skyrl_thundersync.learner.attention import Past, attending
 from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds
-from skyrl_thundersync.learner.fixed_point import from_fixed, to_fixed
+from skyrl_thundersync.learner.fixed_point import from_fixed
 from skyrl_thundersync.learner.precision import all_double
+from skyrl_thundersync.learner.states import SPAN, Adjoint, Chunk
 
 
 @dataclass
@@ -49,33 +50,26 @@ class Graph:
     leaves: list[list[torch.Tensor] | None]
 
 
-Adjoint = list[list[torch.Tensor | None]]
-
-
-def empty_adjoint(layers: int) -> Adjoint:
-    """No gradient yet with respect to either state tensor of any layer."""
-    return [[None, None] for _ in range(layers)]
-
-
 @dataclass(eq=False)
 class Segment:
     """A node of the tree. `start`: inputs before it on its path; `ids_1n`: its inputs, int64 [1, n].
 
-    `state`: per layer two detached tensors, once forwarded. `adjoint`: per layer the gradient of the objective with
-    respect to them so far, FP32 at least, allocated on first use. `graph`: kept from arrival where the budget allows.
-    `exact`: adjoints are summed in fixed point, so the order in which descendants deposit cannot matter. `targets`: where
-    deposits go instead of `adjoint`, and with which factor.
+    `shared`: part of a group's prompt. `exact`: adjoints are summed in fixed point. Once forwarded: `state` holds per layer
+    two detached tensors; K and V are `rows` of `chunk`, whose adjoint is theirs too. `adjoint`: that of the other layers'
+    states. `graph`: kept from arrival where the budget allows.
     """
 
     parent: Segment | None
     start: int
     ids_1n: torch.Tensor
     scored: Scored | None
-    state: list[list[torch.Tensor]] | None = None
-    adjoint: Adjoint = field(default_factory=list)
-    graph: Graph | None = None
+    shared: bool = False
     exact: bool = False
-    targets: list[tuple[Adjoint, float]] | None = None
+    state: list[list[torch.Tensor]] | None = None
+    chunk: Chunk | None = None
+    rows: slice = slice(0)
+    adjoint: Adjoint | None = None
+    graph: Graph | None = None
 
     @property
     def end(self) -> int:
@@ -89,36 +83,31 @@ class Segment:
             node = node.parent
         return nodes[::-1]
 
+    def past(self) -> list[tuple[Chunk, int]]:
+        """The chunks before this segment, root first, and how many rows of each are on its path."""
+        found: list[tuple[Chunk, int]] = []
+        for node in self.path()[:-1]:
+            if found and found[-1][0] is node.chunk:
+                found.pop()
+            found.append((node.chunk, node.rows.stop))
+        return found
+
     @property
     def has_adjoint(self) -> bool:
-        return any(part is not None for pair in self.adjoint for part in pair)
+        return self.state is not None and max(self.chunk.adjoint.covered - self.rows.start, self.adjoint.covered) > 0
 
-    def deposit(self, layer: int, part: int, gradient: torch.Tensor) -> None:
-        """Add a descendant's gradient to the adjoint of one state tensor, in FP32 or the state's wider dtype."""
-        if self.exact:
-            pair, fixed = self.adjoint[layer], to_fixed(gradient)
-            pair[part] = fixed if pair[part] is None else pair[part].add_(fixed)
-            return
-        for adjoint, factor in self.targets or [(self.adjoint, 1.0)]:
-            pair = adjoint[layer]
-            if pair[part] is None:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                pair[part] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
-            pair[part].add_(gradient, alpha=factor)
-
-    @contextmanager
-    def collecting(self, targets: list[tuple[Adjoint, float]]) -> Iterator[None]:
-        """Within it, deposits are added to each (adjoint, factor) of `targets`, and not to the segment's own."""
-        self.targets = targets
-        try:
-            yield
-        finally:
-            self.targets = None
+    def free(self) -> None:
+        """Let go of everything but the tokens."""
+        self.state = self.chunk = self.adjoint = self.graph = self.scored = None
 
     def cotangents(self, own: list[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter."""
-        for pair, adjoint in zip(own, self.adjoint, strict=True):
-            for state, total in zip(pair, adjoint, strict=True):
+        if not self.has_adjoint:
+            return
+        for layer, pair in enumerate(own):
+            for part, state in enumerate(pair):
+                total = self.chunk.adjoint.sums[layer][part]
+                total = self.adjoint.sums[layer][part] if total is None else total[..., self.rows, :]
                 if total is not None and state.requires_grad:
                     yield state, (from_fixed(total) if self.exact else total).to(state.dtype)
 
@@ -141,23 +130,31 @@ class SegmentModel:
         self.device = first.device
         self.precision = all_double if first.dtype == torch.float64 else nullcontext
 
-    def segment(self, parent: Segment | None, ids: list[int], scored: Scored | None, exact: bool = False) -> Segment:
+    def segment(
+        self,
+        parent: Segment | None,
+        ids: list[int],
+        scored: Scored | None,
+        shared: bool = False,
+        exact: bool = False,
+    ) -> Segment:
         """A new, unrun child of `parent` with inputs `ids`."""
         ids_1n = torch.tensor([ids], dtype=torch.long, device=self.device)
-        adjoint = empty_adjoint(len(self.kinds))
-        return Segment(parent, parent.end if parent else 0, ids_1n, scored, adjoint=adjoint, exact=exact)
+        return Segment(parent, parent.end if parent else 0, ids_1n, scored, shared, exact)
 
     def forward(self, segment: Segment, grad: bool) -> Graph:
         """Run one segment on its ancestors' states; with `grad`, as a graph that ends at detached leaves of them."""
-        ancestors, pasts, leaves = segment.path()[:-1], {}, []
+        past, pasts, leaves = segment.past(), {}, []
         for layer, kind in enumerate(self.kinds):
-            if not ancestors:
+            if not past:
                 leaves.append(None)
             elif kind == ATTENTION:
                 leaves.append(None)
-                pasts[layer] = tuple(_past(node, layer) for node in ancestors)
+                pasts[layer] = tuple(_past(chunk, rows, layer) for chunk, rows in past)
             elif kind == LATENT:
-                joined = [torch.cat([node.state[layer][part] for node in ancestors], -2) for part in (0, 1)]
+                joined = [
+                    _joined([chunk.buffers[layer][part][..., :rows, :] for chunk, rows in past]) for part in (0, 1)
+                ]
                 leaves.append([t.requires_grad_(grad) for t in joined])
             else:
                 leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.state[layer]])
@@ -169,8 +166,25 @@ class SegmentModel:
             ).last_hidden_state
         own = [layer.own for layer in cache.layers]
         if segment.state is None:
-            segment.state = [[_compact(t) for t in pair] for pair in own]
+            self._keep(segment, [[t.detach() for t in pair] for pair in own])
         return Graph(hidden, own, leaves)
+
+    def _keep(self, segment: Segment, own: list[list[torch.Tensor]]) -> None:
+        """Copy what a forward produced to where it stays: K and V behind the parent's where there is room."""
+        parent, n = segment.parent, segment.ids_1n.shape[1]
+        rowed = [pair if kind != GATED_DELTA else None for kind, pair in zip(self.kinds, own, strict=True)]
+        chunk = parent.chunk if parent and parent.shared == segment.shared else None
+        if chunk is None or chunk.used != parent.rows.stop or chunk.used + n > chunk.capacity:
+            chunk = Chunk(rowed, max(n, min(SPAN, max(2 * n, segment.start))), segment.exact)
+        segment.chunk, segment.rows = chunk, chunk.append(rowed, n)
+        # a clone keeps no larger tensor alive behind a view
+        others = [[None, None] if kind != GATED_DELTA else [t.clone() for t in pair] for kind, pair in
+                  zip(self.kinds, own, strict=True)]  # fmt: skip
+        segment.adjoint = Adjoint(others, segment.exact)
+        segment.state = [
+            [t[..., segment.rows, :] for t in chunk.buffers[layer]] if kind != GATED_DELTA else others[layer]
+            for layer, kind in enumerate(self.kinds)
+        ]
 
     def logp(self, hidden: torch.Tensor, scored: Scored) -> torch.Tensor:
         """log π_θ of the scored tokens: [T], FP32 at least, differentiable."""
@@ -185,23 +199,26 @@ class SegmentModel:
                 if leaf.grad is None:
                     continue
                 if self.kinds[layer] == GATED_DELTA:
-                    segment.parent.deposit(layer, part, leaf.grad)
+                    segment.parent.adjoint.deposit(layer, part, leaf.grad)
                     continue
-                for node in segment.path()[:-1]:
-                    node.deposit(layer, part, leaf.grad[..., node.start : node.end, :])
+                start = 0
+                for chunk, rows in segment.past():
+                    chunk.adjoint.deposit(layer, part, leaf.grad[..., start : start + rows, :])
+                    start += rows
 
 
-def _compact(t: torch.Tensor) -> torch.Tensor:
-    """Detached, and without a larger tensor kept alive behind a view."""
-    return t.detach().clone() if t.untyped_storage().nbytes() > t.nbytes else t.detach()
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts one after another, detached. Of one part a view whose version does not count later writes behind it."""
+    return parts[0].data if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def _past(node: Segment, layer: int) -> Past:
+def _past(chunk: Chunk, rows: int, layer: int) -> Past:
     def deposit(dk: torch.Tensor, dv: torch.Tensor) -> None:
-        node.deposit(layer, 0, dk)
-        node.deposit(layer, 1, dv)
+        chunk.adjoint.deposit(layer, 0, dk)
+        chunk.adjoint.deposit(layer, 1, dv)
 
-    return Past(*node.state[layer], deposit)
+    keys, values = chunk.buffers[layer]
+    return Past(keys[..., :rows, :], values[..., :rows, :], deposit)
 
 
 def pieces(n: int, size: int) -> Iterator[slice]:

@@ -13,16 +13,21 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from skyrl_thundersync.learner.accumulate import Accumulator
-from skyrl_thundersync.learner.segments import Segment, empty_adjoint
+from skyrl_thundersync.learner.segments import Segment
+from skyrl_thundersync.learner.states import empty_sums
 
 
 class GroupStatistics:
     """The sums of one group, two model-sized buffers; `samples`: whose H_i they hold."""
 
     def __init__(self, accumulator: Accumulator, prompt: list[Segment]):
-        self.accumulator, self.prompt, self.samples = accumulator, prompt, set()
+        self.accumulator, self.samples = accumulator, set()
         self.g1, self.g2 = torch.zeros_like(accumulator.flat), torch.zeros_like(accumulator.flat)
-        self.adjoints = [(empty_adjoint(len(node.adjoint)), empty_adjoint(len(node.adjoint))) for node in prompt]
+        chunks = {id(node.chunk): node.chunk for node in prompt}.values()
+        self._prompt = [
+            (adjoint, empty_sums(len(adjoint.sums)), empty_sums(len(adjoint.sums)))
+            for adjoint in [node.adjoint for node in prompt] + [chunk.adjoint for chunk in chunks]
+        ]
 
     @contextmanager
     def collecting(self, sample: int, reward: float) -> Iterator[None]:
@@ -30,8 +35,8 @@ class GroupStatistics:
         self.samples.add(sample)
         with ExitStack() as stack:
             stack.enter_context(self.accumulator.collecting([(self.g1, reward), (self.g2, 1.0)]))
-            for node, (first, second) in zip(self.prompt, self.adjoints, strict=True):
-                stack.enter_context(node.collecting([(first, reward), (second, 1.0)]))
+            for adjoint, first, second in self._prompt:
+                stack.enter_context(adjoint.collecting([(first, reward), (second, 1.0)]))
             yield
 
     def close(self, b: float, c: float) -> None:
@@ -39,8 +44,8 @@ class GroupStatistics:
         if c == 0.0:
             return
         self.accumulator.flat.add_(self.g1.sub_(self.g2, alpha=b), alpha=c)
-        for node, (first, second) in zip(self.prompt, self.adjoints, strict=True):
+        for adjoint, first, second in self._prompt:
             for layer, pair in enumerate(first):
                 for part, adj1 in enumerate(pair):
                     if adj1 is not None:
-                        node.deposit(layer, part, adj1.sub_(second[layer][part], alpha=b).mul_(c))
+                        adjoint.deposit(layer, part, adj1.sub_(second[layer][part], alpha=b).mul_(c))

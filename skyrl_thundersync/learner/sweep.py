@@ -248,7 +248,7 @@ class Forest:
         if group.prompt is None:
             group.prompt, parent = ids, None
             for part in pieces(len(ids) - 1, self.block):
-                parent = self.model.segment(parent, list(ids[part]), None, exact=self.exact)
+                parent = self.model.segment(parent, list(ids[part]), None, shared=True, exact=self.exact)
                 group.nodes.append(parent)
                 self._run_path([parent])
         shared = next((i for i, (a, b) in enumerate(zip(group.prompt, ids, strict=False)) if a != b), None)
@@ -376,7 +376,7 @@ class Forest:
 
     def _free(self, segment: Segment) -> None:
         self.budget.drop(segment)
-        segment.state, segment.scored, segment.adjoint = None, None, []
+        segment.free()
 
 
 def _finite(source: Source, values, what: str) -> None:

@@ -23,7 +23,7 @@ from plain import (
 )
 
 from skyrl_thundersync.learner.precision import all_double
-from skyrl_thundersync.learner.segments import Segment
+from skyrl_thundersync.learner.states import Adjoint
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId
 
 T0 = TrajectoryId("g", 0)
@@ -191,7 +191,7 @@ def test_a_severed_adjoint_would_be_seen(folder_of, family, monkeypatch):
     works = batch(seed=3)
     plain, _ = plain_gradient(folder_of(family), works)
     rank = make_rank(folder_of(family))
-    monkeypatch.setattr(Segment, "deposit", lambda self, layer, part, gradient: None)
+    monkeypatch.setattr(Adjoint, "deposit", lambda self, layer, part, gradient: None)
     ours, _ = run(rank, works)
     assert distance(ours, plain) > 1e-2
 

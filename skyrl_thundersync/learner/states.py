@@ -1,0 +1,91 @@
+"""Where cut states and their adjoints lie: the states of a path's consecutive segments side by side, in growing chunks.
+
+The textbook's K/V cache is one tensor that is concatenated anew per layer and call. Here a new segment's K and V are
+written once behind those of its parent, so a later segment meets its whole past in one kernel call per chunk, and what that
+call's backward returns is added in place to one adjoint of the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from skyrl_thundersync.learner.fixed_point import to_fixed
+
+SPAN = 4096
+"""Tokens of the largest chunk; a chunk holds at least what was there before it, up to this many."""
+
+Sums = list[list[torch.Tensor | None]]
+"""Per layer, one tensor for each of the two state tensors, allocated when something is added."""
+
+
+def empty_sums(layers: int) -> Sums:
+    return [[None, None] for _ in range(layers)]
+
+
+class Adjoint:
+    """Gradient of the objective with respect to some state tensors, so far.
+
+    Args:
+        state: per layer two tensors or None; their shapes are those of the sums, FP32 or the state's wider dtype.
+        exact: sum in fixed point, so that the order of deposits cannot matter.
+
+    Attributes:
+        sums: the gradient. covered: how many tokens (rows of dimension -2), counted from the first, have been deposited to.
+    """
+
+    def __init__(self, state: list[list[torch.Tensor | None]], exact: bool):
+        self.state, self.exact = state, exact
+        self.sums, self.covered = empty_sums(len(state)), 0
+        self._targets: list[tuple[Sums, float]] = [(self.sums, 1.0)]
+
+    def deposit(self, layer: int, part: int, gradient: torch.Tensor) -> None:
+        """Add a descendant's gradient with respect to the first rows of one state tensor."""
+        rows = gradient.shape[-2]
+        self.covered = max(self.covered, rows)
+        if self.exact:
+            gradient = to_fixed(gradient)
+        for sums, factor in self._targets:
+            total = sums[layer][part]
+            if total is None:
+                state = self.state[layer][part]
+                dtype = torch.int64 if self.exact else torch.promote_types(state.dtype, torch.float32)
+                total = sums[layer][part] = torch.zeros(state.shape, dtype=dtype, device=state.device)
+            total[..., :rows, :].add_(gradient, alpha=factor if not self.exact else 1)
+
+    @contextmanager
+    def collecting(self, targets: list[tuple[Sums, float]]) -> Iterator[None]:
+        """Within it, deposits are added to each (sums, factor) of `targets`, not to `sums`. Not for exact sums."""
+        outer, self._targets = self._targets, targets
+        try:
+            yield
+        finally:
+            self._targets = outer
+
+
+class Chunk:
+    """K and V (or what stands for them) of up to `capacity` consecutive tokens of one path, for layers that have them.
+
+    Args:
+        like: per layer two tensors [1, ·, n, ·] to take shape, dtype and device from, or None for other layers.
+    """
+
+    def __init__(self, like: list[list[torch.Tensor] | None], capacity: int, exact: bool):
+        self.capacity, self.used = capacity, 0
+        self.buffers = [[None, None] if pair is None else [_longer(t, capacity) for t in pair] for pair in like]
+        self.adjoint = Adjoint(self.buffers, exact)
+
+    def append(self, states: list[list[torch.Tensor] | None], n: int) -> slice:
+        """Write the states of `n` tokens behind the others; where they lie."""
+        rows = slice(self.used, self.used + n)
+        self.used += n
+        for buffers, pair in zip(self.buffers, states, strict=True):
+            for buffer, state in zip(buffers, pair or (), strict=False):
+                buffer[..., rows, :].copy_(state)
+        return rows
+
+
+def _longer(like: torch.Tensor, rows: int) -> torch.Tensor:
+    return like.new_empty((*like.shape[:-2], rows, like.shape[-1]))
