@@ -1,0 +1,231 @@
+"""What the learner costs: one trajectory under each release policy, as ratios to one plain forward and backward.
+
+    python -m benchmarks.learner [--quick] [--json]
+
+A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a
+process of its own, so that its peak memory is its own; policies are interleaved, and medians are reported. Time is the
+process's CPU time, which other processes disturb least. "before close" is what runs while the trajectory is still being
+sampled, "tail" what runs after its last turn.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
+
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+BLOCK, WHOLE = 640, 2**31
+POLICIES = {
+    "trajectory": {"block_tokens": WHOLE, "retain_gib": 0.0},
+    "fused": {"block_tokens": BLOCK, "retain_gib": 0.0},
+    "retain": {"block_tokens": BLOCK, "retain_gib": 16.0},
+}
+BASELINES = ("monolithic", "checkpointed")
+TARGETS = {"fused": (1.40, 1.05), "retain": (1.15, 0.75)}
+"""Total and tail to reach, in units of the monolithic pass."""
+
+
+class Options:
+    """The `thundersync.learner` options of one policy."""
+
+    dtype, zero_stage, offload_optimizer, accumulator, threads = "float32", 1, False, "fp32", 1
+
+    def __init__(self, block_tokens: int, retain_gib: float, dtype: str = "float32"):
+        self.block_tokens, self.retain_gib, self.dtype = block_tokens, retain_gib, dtype
+
+
+def save_shape(folder: Path) -> str:
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE)).float().save_pretrained(folder)
+    return str(folder)
+
+
+def trajectory(turns: int, turn: int = 160, action: int = 40, prompt: int = 120, group="g", sample=0) -> list[Append]:
+    """`turns` turns; the first's context is the prompt, each later one's `turn - action` tokens of tool output."""
+    rng, shared = random.Random(sample), random.Random(group)
+    works = []
+    for index in range(turns):
+        n = turn - action if index else prompt
+        context = tuple((rng if index else shared).randrange(8000) for _ in range(n))
+        ids = tuple(rng.randrange(8000) for _ in range(action))
+        scores = tuple(-rng.uniform(5, 12) for _ in ids)
+        prefix = prompt + action + (index - 1) * turn if index else 0
+        mask = (1,) * action
+        source = Source(TrajectoryId(group, sample), index, prefix, context, ids, mask, scores, "stop", 0)
+        works.append(Append(source, scores))
+    return works
+
+
+def whole(works: list[Append]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [1, n]; positions and teacher scores of the scored tokens."""
+    ids, at, scores = [], [], []
+    for work in works:
+        ids += work.source.context_ids
+        at += range(len(ids), len(ids) + len(work.source.action_ids))
+        ids += work.source.action_ids
+        scores += work.scores
+    return torch.tensor([ids]), torch.tensor(at), torch.tensor(scores)
+
+
+def monolithic(model: torch.nn.Module, works: list[Append]) -> None:
+    """One forward and one backward of the whole trajectory, logits of scored tokens only."""
+    ids, at, scores = (x.to(model.device) for x in whole(works))
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden[0, at - 1]).float()
+    logp = logits.gather(-1, ids[0, at, None])[:, 0] - torch.logsumexp(logits, -1)
+    (-((scores - logp.detach()) * logp).sum()).backward()
+
+
+def baseline_model(folder: str, name: str, device: str = "cpu", dtype=torch.float32) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    if name == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()  # checkpointing needs it; the shape has no dropout
+    return model.eval()
+
+
+def runner(folder: str, name: str, turns: int, clock: Callable[[], float] = time.process_time):
+    """A function that runs the trajectory once under policy or baseline `name`: (before close, tail) in seconds."""
+    works = trajectory(turns)
+    if name in BASELINES:
+        model = baseline_model(folder, name)
+
+        def once() -> tuple[float, float]:
+            start = clock()
+            monolithic(model, works)
+            seconds = clock() - start
+            model.zero_grad()
+            return 0.0, seconds
+
+        return once
+    rank = LearnerRank(RankSpec(folder, 0, 1, "127.0.0.1", 0, Options(**POLICIES[name]), "opd"))
+
+    def once() -> tuple[float, float]:
+        start = clock()
+        for work in works:
+            rank.run(work)
+        closed = clock()
+        rank.run(CloseTrajectory(TrajectoryId("g", 0), 1.0))
+        rank.run(CloseGroup("g"))
+        seconds = clock() - closed
+        rank.accumulator.clear()
+        return closed - start, seconds
+
+    return once
+
+
+def _child(folder: str, name: str, turns: int, pipe) -> None:
+    """Run once for every message; answer with the times and how far the peak lies above what was held before."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    once = runner(folder, name, turns)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    while pipe.recv():
+        times = once()
+        pipe.send((times, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) * 1024))
+
+
+@contextmanager
+def isolated(folder: str, names: tuple[str, ...], turns: int) -> Iterator[dict[str, Connection]]:
+    """A process a name, each of which runs once when it is sent True and ends when it is sent False."""
+    save_shape(Path(folder))
+    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    for name in names:
+        pipes[name], theirs = context.Pipe()
+        processes.append(context.Process(target=_child, args=(folder, name, turns, theirs)))
+        processes[-1].start()
+        theirs.close()
+    try:
+        yield pipes
+    finally:
+        for pipe, process in zip(pipes.values(), processes, strict=True):
+            if process.is_alive():
+                pipe.send(False)
+            process.join()
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="12 turns, one repeat: seconds, and no targets.")] = False,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of all policies.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Print the cost table."""
+    turns, rounds = (12, 1) if quick else (48, rounds)
+    names = (*BASELINES, *POLICIES)
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    peaks: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="learner-") as folder, isolated(folder, names, turns) as pipes:
+        for counted in (False, *[True] * rounds):  # the first round warms up
+            for name in names:
+                pipes[name].send(True)
+                times, peaks[name] = pipes[name].recv()
+                runs[name] += [times] * counted
+    unit = statistics.median(sum(run) for run in runs["monolithic"])
+    memory = peaks["monolithic"]
+    rows = [
+        {
+            "policy": name,
+            "total": statistics.median(sum(run) for run in runs[name]) / unit,
+            "before_close": statistics.median(run[0] for run in runs[name]) / unit,
+            "tail": statistics.median(run[1] for run in runs[name]) / unit,
+            "peak_memory": peaks[name] / memory,
+        }
+        for name in names
+    ]
+    console = Console(stderr=as_json)
+    view = Table("policy", "total", "before close", "tail", "peak memory", "to reach (total, tail)", box=None)
+    for row in rows:
+        wanted = TARGETS.get(row["policy"]) if not quick else None
+        numbers = (f"{row[key]:.2f}" for key in ("total", "before_close", "tail", "peak_memory"))
+        view.add_row(row["policy"], *numbers, f"{wanted[0]:.2f}, {wanted[1]:.2f}" if wanted else "")
+    console.print(view)
+    console.print(f"unit: {unit:.2f} s CPU and {memory / 2**30:.2f} GiB, {turns} turns of 160 tokens, {rounds} rounds")
+    if as_json:
+        print(json.dumps({"unit_seconds": unit, "unit_bytes": memory, "rows": rows}))
+    if quick:
+        return
+    missed = False
+    for row in rows:
+        total, tail = TARGETS.get(row["policy"], (float("inf"), float("inf")))
+        if row["total"] > total or row["tail"] > tail:
+            console.print(
+                f"{row['policy']}: total {row['total']:.2f} / {total}, tail {row['tail']:.2f} / {tail}: missed"
+            )
+            missed = True
+    if missed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
