@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
+from skyrl_thundersync.analysis.mfu import Cost, active_mfu
+from skyrl_thundersync.analysis.theory import lag, measured_release
 from skyrl_thundersync.teacher.client import TeacherCounts
 from skyrl_thundersync.trainer import Update
 
+GIB = 2**30
 
-def update_metrics(update: Update, finish: dict, finish_s: float, teacher: TeacherCounts | None) -> dict[str, float]:
+
+def update_metrics(
+    update: Update, finish: dict, finish_s: float, teacher: TeacherCounts | None, cost: Cost | None = None
+) -> dict[str, float]:
     """Metrics of a finished update; seconds unless the name says otherwise.
 
     Args:
         update: after `Update.run`.
-        finish: what the learner's finish reported (n_scored, grad_norm, clipped, lr, stepped).
+        finish: what the cluster's finish reported (n_scored, grad_norm, clipped, lr, stepped, peaks in bytes).
         finish_s: wall time of the finish: reduction, clip, step and all-gather.
         teacher: what the teacher did for this update; None without one.
+        cost: FLOPs of the student; None where no formula is known.
     """
     done = update.acknowledged
     n = max(1, finish["n_scored"])
@@ -37,7 +48,16 @@ def update_metrics(update: Update, finish: dict, finish_s: float, teacher: Teach
         "timing/tail": update.clock.tail_s,
         "timing/finish": finish_s,
         "timing/learner_busy": sum(update.busy_s),
+        "memory/learner_host_peak_gib": finish["host_peak_bytes"] / GIB,
+        "memory/learner_device_peak_gib": finish["device_peak_bytes"] / GIB,
+        "memory/driver_host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        **_release(update),
     }
+    counts = sum((Counter(dict(d.gap_counts)) for d in done), Counter())
+    if counts:
+        metrics["logprob_gap/p99"] = gap_percentile(counts, 0.99)
+    if cost is not None:
+        metrics["thundersync/train_flops"] = cost.train_flops(update.ledger.shapes, finish["n_scored"])
     if teacher is not None:
         metrics["opd/reverse_kl"] = sum(d.sum_kl for d in done) / n
         metrics["opd/teacher_wait"] = teacher.wait_s
@@ -46,16 +66,58 @@ def update_metrics(update: Update, finish: dict, finish_s: float, teacher: Teach
     return metrics
 
 
-def step_metrics(metrics: dict[str, float], publish_s: float, ranks: int) -> dict[str, float]:
-    """What is only known after the publish: suffix P_k, the whole step T_k and the share of it the learners worked."""
+def _release(update: Update) -> dict[str, float]:
+    """λ, ρ and D of PAPER.md ("Theory") as measured, L being the mean rank's busy time; and how long ready work waited."""
+    rollout = update.clock.rollout_s
+    found = {
+        "theory/lambda": update.clock.tail_s / rollout,
+        "theory/rho": sum(update.busy_s) / len(update.busy_s) / rollout,
+    }
+    service = [span.seconds for span in update.spans]
+    if sum(service) > 0:
+        released = [max(0.0, span.released - update.clock.started) for span in update.spans]
+        found["theory/lag"] = lag(measured_release(released, service, rollout))
+        p50, p90, p99, most = np.percentile([span.waited for span in update.spans], (50, 90, 99, 100)).tolist()
+        found |= {"queue_wait/p50": p50, "queue_wait/p90": p90, "queue_wait/p99": p99, "queue_wait/max": most}
+    return found
+
+
+def gap_percentile(counts: Counter[int], share: float) -> float:
+    """Upper edge (nats) of the bin of `WorkDone.gap_counts` where the sorted gaps reach `share` of all: at most 9% above."""
+    left = share * counts.total()
+    for bin_, count in sorted(counts.items()):
+        left -= count
+        if left <= 0:
+            return 2 ** ((bin_ + 1) / 8)
+    raise ValueError("no gap was counted")
+
+
+def step_metrics(
+    metrics: dict[str, float], publish_s: float, ranks: int, peak_flops: float | None = None
+) -> dict[str, float]:
+    """What is only known after the publish: suffix P_k, κ, the whole step T_k and what the learners made of it.
+
+    Args:
+        metrics: the update's, from `update_metrics`.
+        ranks: learner ranks.
+        peak_flops: dense BF16 peak of a learner's device; None without GPUs or for unknown ones: then there is no MFU.
+    """
     suffix = metrics["timing/finish"] + publish_s
     step = metrics["timing/rollout"] + metrics["timing/tail"] + suffix
-    return {
+    busy = metrics["timing/learner_busy"] / (step * ranks)
+    found = {
         "timing/publish": publish_s,
         "timing/suffix": suffix,
         "timing/update": step,
-        "thundersync/learner_busy_share": metrics["timing/learner_busy"] / (step * ranks),
+        "theory/kappa": suffix / metrics["timing/rollout"],
+        "thundersync/learner_busy_share": busy,
+        "thundersync/learner_idle_share": 1 - busy,
     }
+    if "thundersync/train_flops" in metrics:
+        found["thundersync/train_tflops_per_rank"] = metrics["thundersync/train_flops"] / (step * ranks) / 1e12
+        if peak_flops is not None:
+            found["thundersync/active_mfu"] = active_mfu(metrics["thundersync/train_flops"], step, [peak_flops] * ranks)
+    return found
 
 
 class MetricsFile:

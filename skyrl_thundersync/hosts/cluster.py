@@ -167,20 +167,21 @@ class Cluster:
         return generator.max_input_length + generator.sampling_params.max_generate_length
 
     def finish(self, ledger: Ledger) -> dict:
-        """One step on every rank. Returns what rank 0 reported.
+        """One step on every rank. Returns what rank 0 reported, and the ranks' peaks (host_peak_bytes, device_peak_bytes).
 
         Raises:
             LedgerError: the learners scored another number of tokens than the ledger registered.
         """
-        results = ray.get([actor.finish.remote() for actor in self._learners])
-        finish = results[0]
+        results = [actor.finish.remote() for actor in self._learners]
+        stats = ray.get([actor.stats.remote() for actor in self._learners])
+        finish = ray.get(results)[0]
         if finish["n_scored"] != ledger.n_scored:
             raise LedgerError(
                 f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
                 "lost or learned twice"
             )
         self.version += finish["stepped"]
-        return finish
+        return finish | {name: max(s[name] for s in stats) for name in ("host_peak_bytes", "device_peak_bytes")}
 
     async def publish(self) -> None:
         """Make every replica serve θ of `version` and prove it. Does nothing when they serve it already."""

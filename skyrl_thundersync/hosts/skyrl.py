@@ -23,10 +23,13 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync import timeline
+from skyrl_thundersync.analysis import mfu
 from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.resume import Checkpoints
+from skyrl_thundersync.inputs import model_config
 from skyrl_thundersync.metrics import MetricsFile, step_metrics, update_metrics
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.stream.sources import TrajectoryId
@@ -90,6 +93,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         super().__init__(*args, **kwargs)
         self._cluster, self._display, self._recorder = cluster, display, recorder
         self._update: Update | None = None
+        self._cost, self._peak = flop_cost(self.cfg, display), peak_flops(self.cfg)
         self.checkpoints = Checkpoints(self.cfg, cluster, display.say)
 
     def build_models(self, *_workers) -> None:
@@ -151,7 +155,9 @@ class ThunderSyncTrainer(RayPPOTrainer):
         finish = self._cluster.finish(self._update.ledger)
         timeline.add("update", "finish", start, time.perf_counter(), version=self._update.ledger.version)
         self.checkpoints.finished(self.global_step)
-        status = update_metrics(self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts())
+        status = update_metrics(
+            self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts(), self._cost
+        )
         self.all_metrics.update(status)
         return status
 
@@ -166,9 +172,24 @@ class ThunderSyncTrainer(RayPPOTrainer):
 
     def _published(self, publish_s: float) -> None:
         if self._update is not None:  # None at the first publication, before any update
-            self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks)))
+            self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks), self._peak))
             self._display.update(self.global_step, self.total_training_steps, self.all_metrics)
             self._update = None
+
+
+def flop_cost(cfg, display: Display) -> mfu.Cost | None:
+    """FLOPs of the student by formula; None, and said, where there is none for its family."""
+    lora = cfg.trainer.policy.model.lora
+    try:
+        return mfu.cost(model_config(cfg.trainer.policy.model.path), lora.rank, lora.target_modules)
+    except NotImplementedError as error:
+        display.say(f"[dim]{error}[/dim]")
+        return None
+
+
+def peak_flops(cfg) -> float | None:
+    """Dense BF16 peak of a learner's device; None without GPUs, or where the device is not known."""
+    return mfu.peak_flops(torch.cuda.get_device_name()) if uses_cuda(cfg) and torch.cuda.is_available() else None
 
 
 def statistics_cap(cfg) -> int | None:

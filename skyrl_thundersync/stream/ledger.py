@@ -22,6 +22,7 @@ class _Trajectory:
     sources: int = 0
     scored: int = 0
     tokens: int = 0
+    prompt: int = 0
     closed: bool = False
     released: bool = False
 
@@ -60,6 +61,14 @@ class Ledger:
         return sum(t.tokens for t in self._trajectories.values())
 
     @property
+    def shapes(self) -> list[tuple[int, list[int]]]:
+        """Per group: tokens of its prompt, and of each of its trajectories, prompt included."""
+        return [
+            (self._trajectories[own[0]].prompt, [self._trajectories[t].tokens for t in own])
+            for own in ([TrajectoryId(g, i) for i in range(n)] for g, n in self.groups.items())
+        ]
+
+    @property
     def n_sources(self) -> int:
         return sum(t.sources for t in self._trajectories.values())
 
@@ -79,6 +88,8 @@ class Ledger:
             raise LedgerError(f"source {source.name} arrived after its trajectory had closed")
         if source.turn != entry.sources:
             raise LedgerError(f"source {source.name} arrived where turn {entry.sources} was expected")
+        if source.turn == 0:
+            entry.prompt = len(source.context_ids)
         entry.sources += 1
         entry.scored += source.n_scored
         entry.tokens += len(source.context_ids) + len(source.action_ids)
