@@ -20,6 +20,8 @@ FAILED = 1
 def register(app: typer.Typer) -> None:
     """Add the subcommands to the command line."""
     app.command()(verify)
+    app.command()(timeline)
+    app.command()(report)
 
 
 def verify(
@@ -47,6 +49,74 @@ def verify(
     else:
         _print_verify(result)
     raise typer.Exit(FAILED if result["findings"] else 0)
+
+
+def timeline(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Trace file to write; RUN/trace/trace.json.gz by default.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Write a Chrome/Perfetto trace of a run: open it at ui.perfetto.dev or chrome://tracing.
+
+    Rollout requests, time between turns, tools, teacher, learner work with its queue wait, finish and publish, on one clock.
+    """
+    import gzip
+
+    from skyrl_thundersync import timeline as events_of
+
+    events = _readable(lambda: events_of.read_events(run))
+    target = out or run / "trace" / "trace.json.gz"
+    text = json.dumps(events_of.chrome_trace(events), separators=(",", ":"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".gz":
+        target.write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
+    else:
+        target.write_text(text, encoding="utf-8")
+    busy = {track: sum(e.seconds for e in own) for track, own in events_of.tracks(events).items()}
+    span = max((e.start + e.seconds for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+    counts = {track: len(own) for track, own in events_of.tracks(events).items()}
+    if as_json:
+        print(json.dumps({"trace": str(target), "seconds": span, "events": counts, "busy_seconds": busy}))
+        return
+    table = Table("track", "events", "Σ seconds", "at once", box=None, pad_edge=False)
+    for track, count in counts.items():
+        table.add_row(track, str(count), f"{busy[track]:.2f}", f"{busy[track] / span:.2f}" if span else "-")
+    Console().print(table)
+    print(f"{span:.1f} s, {len(events)} events: {target}\nopen it at https://ui.perfetto.dev")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN...]", help="One or more run folders.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML file to write; report.html in the first run's folder.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Updates at the start of a run that averages leave out.", min=0)] = 1,
+    as_json: JSON = False,
+) -> None:
+    """Write one self-contained HTML page about a run, or a comparison of runs with their speed-up.
+
+    The baseline is the first run with schedule=sync, else the first run named.
+    """
+    from skyrl_thundersync.analysis import report as pages
+    from skyrl_thundersync.analysis.rundata import read_run
+
+    read = _readable(lambda: [read_run(run, warmup) for run in runs])
+    figures = _readable(lambda: pages.summary(read))
+    target = out or runs[0] / "report.html"
+    target.write_text(pages.render(read), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"page": str(target), **figures}))
+        return
+    table = Table("run", "schedule", "updates", "step", "speed-up", "range", box=None, pad_edge=False)
+    for run in figures["runs"]:
+        gain = run["speedup"]
+        cells = ["baseline", ""] if gain is None else [f"{gain['mean']:.2f}x", f"{gain['low']:.2f}-{gain['high']:.2f}"]
+        step = f"{run['mean']['timing/update']:.2f} s"
+        table.add_row(run["name"], run["schedule"], str(run["updates"]), step, *cells)
+    Console().print(table)
+    print(target)
 
 
 def _print_verify(result: dict) -> None:
