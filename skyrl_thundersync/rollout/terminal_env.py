@@ -25,19 +25,29 @@ from skyrl_gym.envs.registration import registry
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
+from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action
 from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost, checked_path
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 if TYPE_CHECKING:  # it imports all of SkyRL
     from skyrl_thundersync.config import SandboxConfig
 
+__all__ = [
+    "ENV_ID",
+    "SUBMIT",
+    "TaskError",
+    "TerminalEnv",
+    "configure",
+    "describe",
+    "parse_action",
+    "register_terminal_env",
+]
+
 logger = logging.getLogger(__name__)
 
 ENV_ID = "terminal"
-SUBMIT = "submit"
 CHECKER_TIMEOUT_S = 60.0
 SETUP_TIMEOUT_S = 300.0
-_FENCE = re.compile(r"```(?:bash|sh)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _REWARD = re.compile(r"reward=(\S+)")
 
 _pool: SandboxPool | None = None
@@ -65,31 +75,10 @@ def register_terminal_env() -> None:
         skyrl_gym.register(id=ENV_ID, entry_point=f"{__name__}:TerminalEnv")
 
 
-def parse_action(text: str) -> tuple[str, bool]:
-    """(command, submitted) of an assistant turn.
-
-    Text up to the last `</think>` does not count. The command is the first fenced bash or sh block if there is one, else
-    the whole text; a last line `submit` is taken off and ends the episode after the lines before it have run.
-    """
-    text = text.rpartition("</think>")[2]
-    fenced = _FENCE.search(text)
-    command = (fenced[1] if fenced else text).strip()
-    before, _, last = command.rpartition("\n")
-    return (before.strip(), True) if last.strip() == SUBMIT else (command, False)
-
-
 def describe(result: CommandResult, timeout_s: float, workdir: str = WORKSPACE) -> str:
-    """What the agent reads of a command: its output, then what it could not know from it, in brackets."""
-    lines = [result.output.rstrip("\n")] if result.output.strip() else []
-    if result.timed_out:
-        lines.append(f"[timed out after {timeout_s:g} s]")
-    elif result.exit_code != 0:
-        lines.append(f"[exit {result.exit_code}]")
-    if not lines:
-        lines.append("(no output)")
-    if result.shell_ended:
-        lines.append(f"[new shell in {workdir}]")
-    return "\n".join(lines)
+    """What the agent reads of a command's result."""
+    shell = workdir if result.shell_ended else None
+    return describe_text(result.output, result.exit_code, result.timed_out, timeout_s, shell)
 
 
 class TerminalEnv(BaseTextEnv):
