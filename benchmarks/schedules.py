@@ -3,9 +3,9 @@
     python -m benchmarks.schedules [--updates 5] [--rounds 1] [key=value …]
 
 Each run is `skyrl train` with the preset `opd/bench` and one schedule; rounds interleave the schedules so that a machine
-that drifts hits all of them. The student is the quickstart's with a wider MLP whose added units are silent: it acts like
-the original at thirty times the arithmetic. The first update of a run is warm-up and dropped. Speed-up of a schedule is sync's mean step
-time over its own (PAPER.md, "Results"), with the range over paired updates of the same round and index.
+that drifts hits all of them. The student is the quickstart's with a wider MLP whose added units are silent: it acts
+like the original at thirty times the arithmetic. The first update of a run is warm-up and dropped. Speed-up of a
+schedule is sync's mean step time over its own (PAPER.md, "Results"), with the range over updates paired by index.
 """
 
 from __future__ import annotations
