@@ -172,9 +172,9 @@ class Cluster:
         Raises:
             LedgerError: the learners scored another number of tokens than the ledger registered.
         """
-        results = [actor.finish.remote() for actor in self._learners]
-        stats = ray.get([actor.stats.remote() for actor in self._learners])
-        finish = ray.get(results)[0]
+        calls = [actor.finish.remote() for actor in self._learners] + [actor.stats.remote() for actor in self._learners]
+        answers = ray.get(calls)  # together: any rank's error is raised at once
+        finish, stats = answers[0], answers[len(self._learners) :]
         if finish["n_scored"] != ledger.n_scored:
             raise LedgerError(
                 f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
