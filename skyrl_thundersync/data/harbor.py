@@ -277,7 +277,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compose_detail(folder: Path) -> str | None:
-    """Why environment/docker-compose.yaml matters; None where it only says how the one image is built."""
+    """Why environment/docker-compose.yaml matters; None where it only builds the one image, or closes it."""
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         file = folder / "environment" / name
         if file.is_file():
@@ -285,7 +285,9 @@ def _compose_detail(folder: Path) -> str | None:
                 services = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("services") or {}
             except yaml.YAMLError as error:
                 raise Unsupported(folder.name, "invalid", f"environment/{name}: {error}") from error
-            if set(services) <= {"main"} and set(services.get("main") or {}) <= {"build"}:
+            main = services.get("main") or {}
+            closed = main.get("network_mode", "none") == "none"
+            if set(services) <= {"main"} and set(main) <= {"build", "network_mode"} and closed:
                 return None
             return f"environment/{name}: services {', '.join(sorted(services))}"
     return None

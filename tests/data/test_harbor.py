@@ -78,9 +78,10 @@ def test_a_task_that_names_no_network_runs_closed(make_task):
     assert read_task(make_task(**{"task.toml": ""})).needs == ()
 
 
-def test_a_compose_file_that_only_builds_the_one_image_is_none(make_task):
-    compose = "services:\n  main:\n    build: {network: none}\n"
-    assert read_task(make_task(**{"environment/docker-compose.yaml": compose})).needs == ()
+def test_a_compose_file_that_only_builds_or_closes_the_one_image_is_none(make_task):
+    compose = "services:\n  main:\n    build: {network: none}\n    network_mode: "
+    assert read_task(make_task(**{"environment/docker-compose.yaml": compose + "none\n"})).needs == ()
+    assert reason(make_task(**{"environment/docker-compose.yaml": compose + "host\n"})) == "compose"
 
 
 def test_links_out_of_the_task_are_refused(make_task, tmp_path):
@@ -219,13 +220,13 @@ def test_a_slow_verifier_ends_and_earns_nothing(sandboxes, make_task):
 
 
 def test_the_agents_time_ends_the_episode_which_is_graded(sandboxes, make_task):
-    row = read_task(make_task()).row(50) | {"agent_timeout_s": 0.3, "image_optional": True}
-    env = TerminalEnv(None, row)
-    env.init(row["prompt"])
-    assert not env.step("echo yes >ans")["done"]
-    step = env.step("sleep 0.4")
-    assert (step["reward"], step["done"]) == (1.0, True)
-    env.close()
+    for seconds, over in ((0.001, True), (3600.0, False)):
+        row = read_task(make_task()).row(50) | {"agent_timeout_s": seconds, "image_optional": True}
+        env = TerminalEnv(None, row)
+        env.init(row["prompt"])
+        step = env.step("echo yes >ans")
+        env.close()
+        assert (step["reward"], step["done"]) == (float(over), over)
 
 
 def test_env_reaches_every_shell_and_the_verifier(sandboxes, make_task):
