@@ -23,12 +23,12 @@ test: env
 # Same job under three schedules, and the figures that compare them.
 bench: env
 	@scripts/system_deps.sh
-	$(VENV)/bin/python benchmarks/schedules.py
+	$(VENV)/bin/python -m benchmarks.schedules
 
-# Streamed gradients and replayed updates against plain PyTorch.
+# Streamed gradients and replayed updates of the quickstart's own batches against plain PyTorch.
 exact: env
-	@scripts/system_deps.sh
-	$(VENV)/bin/python benchmarks/exact.py
+	@test -d runs/quickstart/record || $(MAKE) quickstart
+	$(VENV)/bin/skyrl-thundersync verify runs/quickstart --limit 10
 
 lint: env
 	$(VENV)/bin/ruff check .
