@@ -119,14 +119,13 @@ def main(
     if as_json:
         print(json.dumps(result))
         return
-    table = Table(
-        "schedule", "updates", "rollout", "tail", "suffix", "step", "busy", "N_k", "speed-up", "range", box=None
-    )
+    columns = ("schedule", "updates", "rollout", "tail", "suffix", "step", "busy", "N_k", "speed-up", "range")
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0), title="seconds an update, means", title_justify="left")
     for r in result:
         table.add_row(
             r["schedule"],
             str(r["updates"]),
-            *(f"{r[key]:.2f} s" for key in ("rollout_s", "tail_s", "suffix_s", "step_s")),
+            *(f"{r[key]:.2f}" for key in ("rollout_s", "tail_s", "suffix_s", "step_s")),
             f"{r['busy_share']:.0%}",
             f"{r['n_scored']:.0f}",
             f"{r['speedup']:.2f}x",
