@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from skyrl_thundersync.checks import Check
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import HOST_DEFAULTS, apply_host_defaults, uses_cuda
 from skyrl_thundersync.options import CHOICES
@@ -24,15 +25,6 @@ if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One thing that was looked at: what, and the problems found (none: it is fine) or what was seen."""
-
-    name: str
-    problems: tuple[str, ...]
-    seen: str = ""
 
 
 def run(args: list[str], full: bool = False) -> int:

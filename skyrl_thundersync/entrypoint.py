@@ -15,6 +15,8 @@ from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.doctor import cheap_checks
+from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.quiet import quiet_imports
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -33,6 +35,8 @@ def main() -> None:
         cfg = build_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
         apply_host_defaults(cfg)
         validate(cfg)
+    if problems := [problem for check in cheap_checks() for problem in check.problems]:
+        raise ConfigError("\n".join(problems))
     raise SystemExit(train(cfg))
 
 

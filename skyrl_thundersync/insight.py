@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(verify)
     app.command()(timeline)
     app.command()(report)
+    app.command()(doctor)
 
 
 def verify(
@@ -117,6 +118,44 @@ def report(
         table.add_row(run["name"], run["schedule"], str(run["updates"]), step, *cells)
     Console().print(table)
     print(target)
+
+
+def doctor(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[+config=GROUP/NAME] [key=value]...", help="As for `train`.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Check the machine and, with a configuration, whether it fits: versions, devices, engine, sandbox, disk, memory, models.
+
+    Each problem comes with its fix; exits 1 when there is one.
+    """
+    from skyrl_thundersync import doctor as checks_of
+
+    checks = list(checks_of.machine_checks())
+    chosen = [argument for argument in arguments or [] if argument != "+plugin=thundersync"]
+    if chosen:
+        from skyrl_thundersync.quiet import quiet_imports
+
+        with Console(stderr=True).status("reading the configuration"), quiet_imports():
+            from skyrl_thundersync.presets import build_config
+            from skyrl_thundersync.validate import apply_host_defaults
+
+            cfg = build_config(chosen)
+            apply_host_defaults(cfg)
+            checks += list(checks_of.config_checks(cfg))
+    failed = any(check.problems for check in checks)
+    if as_json:
+        rows = [{"name": c.name, "ok": not c.problems, "problems": c.problems, "seen": c.seen} for c in checks]
+        print(json.dumps({"ok": not failed, "checks": rows}))
+    else:
+        console = Console(soft_wrap=True, highlight=False)
+        for check in checks:
+            mark = "[red]problem[/]" if check.problems else "[green]ok[/]     "
+            console.print(f"{mark} {escape(check.name)}[dim]{' · ' + escape(check.seen) if check.seen else ''}[/]")
+            for problem in check.problems:
+                console.print(f"        {escape(problem)}")
+    raise typer.Exit(FAILED if failed else 0)
 
 
 def _print_verify(result: dict) -> None:

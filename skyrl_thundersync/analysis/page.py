@@ -7,7 +7,7 @@ from html import escape
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfa;--panel:#fff;--ink:#1d2329;--soft:#5c6670;--line:#e3e5e8;--muted:#b9c0c7;
---rollout:#5b8db8;--tail:#dd7a3c;--finish:#57a27c;--publish:#9a78b5;--forward:#57a27c;--sweep:#2f7d58;--tools:#c9a227;
+--rollout:#5b8db8;--tail:#dd7a3c;--finish:#57a27c;--publish:#9a78b5;--forward:#8cc9a8;--sweep:#2f7d58;--tools:#c9a227;
 --teacher:#b5658f;--run0:#2f6fbb;--run1:#d1603d;--run2:#3a9a74;--run3:#8a63b8;--run4:#a58419}
 @media(prefers-color-scheme:dark){:root{--bg:#14181c;--panel:#1b2026;--ink:#e4e8ec;--soft:#9aa5b0;--line:#2d343c;
 --muted:#59636d;--rollout:#6fa3d0;--run0:#6ba4e8;--run1:#ee8a66;--run2:#63c39c;--run3:#b594de;--run4:#d3b24a}}
@@ -20,6 +20,7 @@ section{margin:0 0 22px}.panel{background:var(--panel);border:1px solid var(--li
 .card b{display:block;font-size:27px;line-height:1.2;font-variant-numeric:tabular-nums}.card span{display:block}
 .card small,.note{color:var(--soft);font-size:13px}.note{margin:6px 0 0}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:10px 22px}
+.grid2>div{max-width:640px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:11px system-ui,sans-serif}
 svg text.label{font-size:11.5px}svg .grid{stroke:var(--line)}svg .axis{stroke:var(--muted)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13px;color:var(--soft);margin:0 0 6px}

@@ -70,7 +70,7 @@ def render(runs: list[RunData]) -> str:
         parts.append(figure("Release of learner work", _release(runs), _RELEASE_NOTE))
     for run in runs:
         if run.events:
-            parts.append(figure(f"One update of {run.name}", _thumbnail(run), _TIMELINE_NOTE))
+            parts.append(figure(f"One update of {run.name}", _SPANS + _thumbnail(run), _TIMELINE_NOTE))
     if any("memory/learner_host_peak_gib" in row for run in runs for row in run.rows):
         parts.append(
             figure("Memory", _names(runs) + _memory(runs), "Peak resident memory so far, of the largest rank.")
@@ -80,12 +80,23 @@ def render(runs: list[RunData]) -> str:
 
 
 _PHASES_NOTE = "One bar an update: rollouts (with the learner work that overlaps them), tail, finish, publish."
-_LEARNING_NOTE = "Left against updates, right against hours of update steps. Dots: held-out evaluations."
+_LEARNING_NOTE = "Left against updates, right against time in update steps. Dots: held-out evaluations."
 _RELEASE_NOTE = (
     "Share of learner service that had been released by normalised rollout time u; the line is the mean over updates, the "
-    "band their spread. Dashed: the paper's law with its exponent fitted. D is the largest distance below the diagonal."
+    "band their spread. Dashed: the paper's law, fitted. D is the largest distance below the diagonal."
 )
 _TIMELINE_NOTE = "The update of median step time; `skyrl timeline` writes all of them for ui.perfetto.dev."
+
+_SPANS = legend(
+    [
+        ("rollout", "rollout requests"),
+        ("muted", "between turns"),
+        ("tools", "tools"),
+        ("teacher", "teacher"),
+        ("forward", "append (forward)"),
+        ("sweep", "sweep"),
+    ]
+)
 
 
 def _color(index: int) -> str:
@@ -188,18 +199,19 @@ def _release(runs: list[RunData]) -> str:
 
 
 def _fitted_law(run: RunData, u: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, str] | None:
-    """The paper's OPD law with γ fitted, δ = 3/4 of fused sweeps; None for schedules that release everything late."""
+    """The paper's OPD law with γ and δ fitted; None for schedules that release everything late, and for GRPO."""
     if run.schedule != "thundersync" or run.config["thundersync"]["objective"] != "opd":
         return None
     trajectories = run.config["trainer"]["train_batch_size"] * run.config["generator"]["n_samples_per_prompt"]
     turns = max(1, round(run.mean("thundersync/n_sources") / trajectories))
-    gammas = np.linspace(0, 8, 161)
-    laws = [theory.opd_release(u, gamma, turns, 0.75) for gamma in gammas]
-    best = int(np.argmin([np.abs(law - mean).max() for law in laws]))
+    grid = [(gamma, delta) for gamma in np.linspace(0, 12, 61) for delta in np.linspace(0, 1, 11)]
+    laws = [theory.opd_release(u, gamma, turns, delta) for gamma, delta in grid]
+    best = int(np.argmin([np.square(law - mean).mean() for law in laws]))
     gap = float(np.abs(laws[best] - mean).max())
+    gamma, delta = grid[best]
     return laws[
         best
-    ], f"dashed: the paper's OPD law, a = {turns} turns, δ = 3/4, γ = {gammas[best]:.2f}, off by ≤ {gap:.2f}"
+    ], f"dashed: the paper's OPD law, a = {turns} turns, γ = {gamma:.1f}, δ = {delta:.1f}, off by ≤ {gap:.2f}"
 
 
 def _thumbnail(run: RunData) -> str:

