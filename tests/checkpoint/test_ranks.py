@@ -1,6 +1,5 @@
 """A rank's part of a checkpoint: going on from it is the same as never having stopped."""
 
-import itertools
 import json
 import os
 import signal
@@ -14,15 +13,15 @@ from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, load_ra
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings
 from skyrl_thundersync.stream.sources import group_of
 
-CASES = [
-    *(
-        (stage, offload, dtype, False)
-        for stage, offload, dtype in itertools.product((1, 2), (False, True), ("float32", "bfloat16"))
-    ),
+CASES = [  # stage, offload, dtype, LoRA: every pair of values together at least once
+    (1, False, "float32", False),
+    (1, True, "bfloat16", False),
+    (2, False, "bfloat16", False),
+    (2, True, "float32", False),
     (1, False, "float32", True),
     (2, True, "bfloat16", True),
 ]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def learner_of(folder, rank, world, port, case, accumulator="exact"):
@@ -104,7 +103,7 @@ def straight_and_resumed(student, out, rank, world, port):
 
 @pytest.fixture(scope="module")
 def runs(student, tmp_path_factory):
-    return in_processes(straight_and_resumed, student, str(tmp_path_factory.mktemp("ranks")), world=2)
+    return in_processes(straight_and_resumed, student, str(tmp_path_factory.mktemp("ranks")), world=2, timeout=500)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
