@@ -64,6 +64,8 @@ BAD = {
     "trainer.policy.model.lora.target_modules": ["q_proj", "model.embed_tokens"],
     "generator.inference_engine.model_dtype": "bfloat16",
     "thundersync.publish.tolerance": 0.0,
+    "trainer.ckpt_path": "s3://bucket/checkpoints",
+    "thundersync.hang_timeout_s": 1.0,
     "thundersync.learner.ranks": 0,
     "thundersync.learner.block_tokens": 0,
     "thundersync.learner.retain_gib": -1.0,
