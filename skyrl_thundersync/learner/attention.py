@@ -132,7 +132,8 @@ class SplitCausal(torch.autograd.Function):
                 part, part_lse = kernel.forward(grouped, keys, values, False, scale)
                 part, part_lse = part.reshape(out.shape), part_lse.reshape(lse.shape)
                 total = torch.logaddexp(part_lse, lse)
-                merged = part * (part_lse - total).exp()[..., None] + merged * (lse - total).exp()[..., None]
+                merged = merged.mul_((lse - total).exp_()[..., None])
+                merged.add_(part.to(merged.dtype).mul_((part_lse - total).exp_()[..., None]))
                 lse = total
             out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)

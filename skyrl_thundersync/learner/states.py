@@ -33,7 +33,7 @@ class Adjoint:
         exact: sum in fixed point, so that the order of deposits cannot matter.
 
     Attributes:
-        sums: the gradient. covered: how many tokens (rows of dimension -2), counted from the first, have been deposited to.
+        sums: the gradient. covered: how many rows (of dimension -2, tokens for K and V), from the first, it covers.
     """
 
     def __init__(self, state: list[list[torch.Tensor | None]], exact: bool):
@@ -44,16 +44,17 @@ class Adjoint:
     def deposit(self, layer: int, part: int, gradient: torch.Tensor) -> None:
         """Add a descendant's gradient with respect to the first rows of one state tensor."""
         rows = gradient.shape[-2]
-        self.covered = max(self.covered, rows)
         if self.exact:
             gradient = to_fixed(gradient)
         for sums, factor in self._targets:
+            if sums is self.sums:
+                self.covered = max(self.covered, rows)
             total = sums[layer][part]
             if total is None:
                 state = self.state[layer][part]
                 dtype = torch.int64 if self.exact else torch.promote_types(state.dtype, torch.float32)
                 total = sums[layer][part] = torch.zeros(state.shape, dtype=dtype, device=state.device)
-            total[..., :rows, :].add_(gradient, alpha=factor if not self.exact else 1)
+            total[..., :rows, :].add_(gradient, alpha=1 if self.exact else factor)
 
     @contextmanager
     def collecting(self, targets: list[tuple[Sums, float]]) -> Iterator[None]:
