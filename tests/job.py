@@ -8,25 +8,29 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_thundersync.quickstart.files import materialise
 
-STARTED_BY_A_RUN = ("ray::", "raylet", "gcs_server", "bwrap", "dockerd-shim", "log_monitor", "dashboard")
+MARK = "THUNDERSYNC_TEST_RUN"  # every process that descends from a run has it in its environment
 
 
-def leftovers() -> set[str]:
-    """What a run could leave: its processes (by pid and name) and shared-memory files."""
-    found = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+def shared_memory() -> set[str]:
+    return {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+
+
+def descendants(mark: str) -> dict[int, str]:
+    """Command lines by pid of all live processes that a run marked `mark` started, however they were detached."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if any(name in command for name in STARTED_BY_A_RUN):
-                found.add(f"{folder.name} {command[:80]}")
     return found
 
 
@@ -38,6 +42,7 @@ class Job:
     run_dir: Path
     screen: Path
     before: set[str]
+    mark: str
 
     def output(self) -> str:
         return self.screen.read_text(encoding="utf-8")
@@ -63,9 +68,9 @@ class Job:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def left(self) -> set[str]:
-        """What is there now and was not before the run, after a moment for the kernel to reap."""
-        end = time.monotonic() + 10
-        while (left := leftovers() - self.before) and time.monotonic() < end:
+        """Its processes that still live and shared-memory files that were not there before, after a moment to reap."""
+        end = time.monotonic() + 15
+        while (left := {*descendants(self.mark).values(), *shared_memory() - self.before}) and time.monotonic() < end:
             time.sleep(0.2)
         return left
 
@@ -81,7 +86,7 @@ def start(folder: Path, *overrides: str, heldout: int = 8) -> Job:
     val = folder / "heldout.jsonl"
     val.write_text("".join(files.heldout.read_text().splitlines(keepends=True)[:heldout]))
     run_dir, screen = folder / "run", folder / "screen.txt"
-    before = leftovers()
+    before, mark = shared_memory(), uuid.uuid4().hex
     command = [
         str(Path(sys.executable).with_name("skyrl-thundersync")),
         *("train", "+plugin=thundersync", "+config=opd/quickstart"),
@@ -93,5 +98,7 @@ def start(folder: Path, *overrides: str, heldout: int = 8) -> Job:
         *overrides,
     ]
     with screen.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    return Job(process, run_dir, screen, before)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, MARK: mark}
+        )
+    return Job(process, run_dir, screen, before, mark)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -40,10 +39,4 @@ def test_a_learner_rank_that_is_killed_ends_the_run_with_its_cause(tmp_path):
 
 def child(run: job.Job, name: str) -> int:
     """Process id of an actor that this run started."""
-    old = {entry.split()[0] for entry in run.before}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and folder.name not in old:
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-            if command.startswith(name):
-                return int(folder.name)
-    raise AssertionError(f"no process {name}")
+    return next(pid for pid, command in job.descendants(run.mark).items() if command.startswith(name))
