@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skyrl_thundersync.analysis.record import Batch
 from skyrl_thundersync.analysis.reference import Objective, weights
 from skyrl_thundersync.learner.rank import LearnerRank
-from skyrl_thundersync.learner.segments import Segment
+from skyrl_thundersync.learner.states import Adjoint
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work
 
 PLANTS = {
@@ -29,6 +29,7 @@ class Plant:
 
     kind: str
     victim: TrajectoryId
+    fired: list[str] = field(default_factory=list)
 
     def record(self, batch: Batch) -> Batch:
         """The batch as the learner will get it."""
@@ -46,22 +47,31 @@ class Plant:
         if self.kind != "dropped-adjoint" or not mine:
             yield
             return
-        deposit, dropped = Segment.deposit, []
+        deposit, dropped = Adjoint.deposit, []
 
-        def losing(segment: Segment, layer: int, part: int, gradient) -> None:
+        def losing(adjoint: Adjoint, layer: int, part: int, gradient) -> None:
             if part == 1 and not dropped:  # values: every softmax weight reaches them
                 dropped.append(layer)
+                self.fired.append(f"layer {layer}")
                 return
-            deposit(segment, layer, part, gradient)
+            deposit(adjoint, layer, part, gradient)
 
-        Segment.deposit = losing
+        Adjoint.deposit = losing
         try:
             yield
         finally:
-            Segment.deposit = deposit
+            Adjoint.deposit = deposit
 
     def finish(self, rank: LearnerRank) -> None:
-        """After the batch's last work item on rank 0."""
+        """After the batch's last work item on the last rank.
+
+        Raises:
+            ValueError: no adjoint was there to drop.
+        """
+        if self.kind == "dropped-adjoint" and not self.fired:
+            raise ValueError(
+                f"trajectory {self.victim} leaves no adjoint on any cut state: nothing to drop in this batch"
+            )
         if self.kind == "wrong-n":
             rank.n_scored += 1
 

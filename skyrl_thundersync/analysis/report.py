@@ -103,6 +103,11 @@ def _color(index: int) -> str:
     return f"run{index % 5}"
 
 
+def _wide(index: int, runs: list[RunData]) -> float:
+    """Earlier runs wider, so that those with the same curve still show below later ones."""
+    return 2.0 + 2.0 * (len(runs) - 1 - index)
+
+
 def _names(runs: list[RunData]) -> str:
     return legend([(_color(i), run.name) for i, run in enumerate(runs)])
 
@@ -167,7 +172,7 @@ def _learning(runs: list[RunData]) -> str:
             right = max(x[-1] for x in axes)
             chart = Chart((0, right), (low, high), unit, label, f"{label} against {unit}", whole=against == "updates")
             for index, (run, xs) in enumerate(zip(runs, axes, strict=True)):
-                chart.line(xs, run.series(metric), _color(index), tip=run.name)
+                chart.line(xs, run.series(metric), _color(index), wide=_wide(index, runs), tip=run.name)
                 if metric.startswith("reward"):
                     at = [(xs[min(step, len(xs)) - 1] if step else 0.0, score) for step, score in run.evaluations]
                     tips = [f"{run.name}: held-out {score:.1%} after {step} updates" for step, score in run.evaluations]
@@ -271,7 +276,8 @@ def _memory(runs: list[RunData]) -> str:
         most = max(len(run.rows) for run in runs)
         chart = Chart((1, most), (0, max(values) * 1.1), "updates", label, f"{label} against updates", whole=True)
         for index, run in enumerate(runs):
-            chart.line(list(range(1, len(run.rows) + 1)), run.series(metric), _color(index), tip=run.name)
+            xs = list(range(1, len(run.rows) + 1))
+            chart.line(xs, run.series(metric), _color(index), wide=_wide(index, runs), tip=run.name)
         charts.append(f"<div>{chart.render()}</div>")
     return f'<div class="grid2">{"".join(charts)}</div>'
 

@@ -131,7 +131,7 @@ class Learner:
             for work in _of_rank(batch, index):
                 with plant.during(work) if plant else nullcontext():
                     self._rank.run(work)
-            if plant and index == 0:
+            if plant and index == self._world - 1:
                 plant.finish(self._rank)
             for name, part in self._rank.gradient().items():
                 total[name] = total[name] + part if name in total else part

@@ -62,20 +62,19 @@ class Chart:
         low, high = self.y
         return self.height - BOTTOM - (y - low) / ((high - low) or 1) * (self.height - TOP - BOTTOM)
 
-    def line(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dashed=False, step=False, tip="") -> None:
-        """A polyline; `step`: constant until the next x. Points that are not finite break it."""
-        path, pen, before = [], "M", None
+    def line(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dashed=False, wide=2.0, tip="") -> None:
+        """A polyline, `wide` pixels. Points that are not finite break it."""
+        path, pen = [], "M"
         for x, y in zip(xs, ys, strict=True):
             if not (math.isfinite(x) and math.isfinite(y)):
                 pen = "M"
                 continue
-            if step and pen == "L":
-                path.append(f"L{self.px(x):.1f},{self.py(before):.1f}")
             path.append(f"{pen}{self.px(x):.1f},{self.py(y):.1f}")
-            pen, before = "L", y
+            pen = "L"
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._marks.append(
-            f'<path d="{"".join(path)}" fill="none" stroke="var(--{color})" stroke-width="2"{dash}>{_tip(tip)}</path>'
+            f'<path d="{"".join(path)}" fill="none" stroke="var(--{color})" stroke-width="{wide:g}"{dash}>'
+            f"{_tip(tip)}</path>"
         )
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], color: str, tips: Sequence[str]) -> None:
