@@ -42,7 +42,7 @@ Backend = Annotated[str, typer.Option(help="Sandbox for --check: auto, docker or
 Workers = Annotated[int, typer.Option(min=1, help="Tasks checked at the same time.")]
 
 
-@app.command(help="Harbor task folders (Terminal-Bench, one's own), without a development split unless --split.")
+@app.command(help="Harbor task folders (Terminal-Bench, one's own). Without --split, dev.jsonl holds all tasks too.")
 def harbor(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     output: Output,

@@ -125,7 +125,10 @@ def swe_smith_source(files: Sequence[Path], max_turns: int, partial_credit: bool
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows of both splits, and the manifest without the outputs' hashes."""
+    """Rows of both splits, and the manifest without the outputs' hashes.
+
+    `dev` is for evaluation, so its reward is the official one, without partial credit. Without a split it is all tasks.
+    """
 
     train: list[dict[str, Any]]
     dev: list[dict[str, Any]]
@@ -160,7 +163,8 @@ def prepare(
     dev_groups = development_groups(sample.family for sample in clean) if split else []
     chosen = set(dev_groups)
     train = [sample.row for sample in clean if normalised(sample.family) not in chosen]
-    dev = [sample.row for sample in clean if normalised(sample.family) in chosen]
+    held = [sample for sample in clean if not split or normalised(sample.family) in chosen]
+    dev = [{**sample.row, "partial_credit": False} for sample in held]
     counts = {"read": source.read, "dropped": dropped, "kept": len(clean), "train": len(train), "dev": len(dev)}
     manifest = {
         "manifest_version": MANIFEST_VERSION,
@@ -180,7 +184,7 @@ def prepare(
 
 
 def write(prepared: Prepared, folder: Path) -> dict[str, Any]:
-    """Write train.jsonl, dev.jsonl (when there is a split) and manifest.json into `folder`; returns the manifest.
+    """Write train.jsonl, dev.jsonl and manifest.json into `folder`; returns the manifest.
 
     The manifest comes last and is replaced whole: a folder with one has complete files of the same run.
     """
@@ -189,9 +193,6 @@ def write(prepared: Prepared, folder: Path) -> dict[str, Any]:
     outputs = {}
     for name, rows in (("train.jsonl", prepared.train), ("dev.jsonl", prepared.dev)):
         text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
-        if name == "dev.jsonl" and not rows:
-            (folder / name).unlink(missing_ok=True)
-            continue
         (folder / name).write_text(text, encoding="utf-8")
         outputs[name] = {"rows": len(rows), "sha256": _hash(text)}
     manifest = {**prepared.manifest, "outputs": outputs}

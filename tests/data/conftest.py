@@ -13,17 +13,24 @@ MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
 
 
 @pytest.fixture(scope="session", params=["bubblewrap", "docker"])
-def sandboxes(request):
-    """The terminal environment over each backend: bubblewrap must be there, Docker where an engine answers."""
+def backend_pool(request):
+    """A pool of each backend: bubblewrap must be there, Docker where an engine answers."""
     if request.param == "docker" and (reason := docker.reason_unavailable()):
         pytest.skip(f"Docker: {reason}")
     if request.param == "bubblewrap" and (reason := bubblewrap.reason_unavailable()):
         pytest.fail(f"bubblewrap: {reason}")
     config = SandboxConfig(backend=request.param, command_timeout_s=30.0)
     with SandboxPool(config, "test") as pool:
-        terminal_env.configure(pool, config)
-        yield pool
-        assert pool.open_count == 0
+        yield pool, config
+
+
+@pytest.fixture
+def sandboxes(backend_pool):
+    """The terminal environment over the pool, whatever an earlier test configured; nothing may be left open."""
+    pool, config = backend_pool
+    terminal_env.configure(pool, config)
+    yield pool
+    assert pool.open_count == 0
 
 
 TASK_TOML = '[environment]\nnetwork_mode = "no-network"\n'

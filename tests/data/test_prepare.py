@@ -238,6 +238,8 @@ def test_execution_checks_drop_tasks_that_the_reference_or_nothing_decides(sandb
     assert manifest["execution"]["tasks"] == {"broken": "oracle", "free": "noop", "wrong": "oracle"}
     assert manifest["counts"]["dropped"]["execution"] == 3
     assert [row["task_id"] for row in read(tmp_path / "out", "train.jsonl")] == ["sound"]
+    (row,) = read(tmp_path / "out", "dev.jsonl")
+    assert (row["task_id"], row["partial_credit"]) == ("sound", False)
     run(*arguments)
     assert (tmp_path / "out" / "manifest.json").read_bytes() == first
 
