@@ -1,5 +1,6 @@
 """Tiny random Qwen3-shaped checkpoints with a byte-level tokenizer and a chat template, for tests."""
 
+import random
 from pathlib import Path
 
 import torch
@@ -60,3 +61,9 @@ def forward_logps(model: Qwen3ForCausalLM, ids: list[int]) -> list[float]:
     """log-probs of ids[1:] by one plain forward over the whole sequence."""
     logits = model(torch.tensor([ids])).logits[0].float()
     return torch.log_softmax(logits[:-1], -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    """`count` repeatable byte ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(count)]

@@ -1,10 +1,13 @@
 """The mini benchmark through our own environment: its reference solutions get 12 of 12, doing nothing 0 of 12."""
 
+from pathlib import Path
+
 import pytest
-from conftest import MINI
 
 from skyrl_thundersync.data.execution import attempt, check_all, oracle_action
 from skyrl_thundersync.data.harbor import read_tasks
+
+MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
 
 
 @pytest.fixture(scope="module")

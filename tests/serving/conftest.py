@@ -1,7 +1,6 @@
 """Real engines on tiny models, started once for all serving tests and torn down with them."""
 
 import os
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +70,3 @@ def replicas(cluster, spec, host):
     actors = start_replicas(spec, 2, cluster)
     ray.get([actor.ready.remote() for actor in actors])
     return actors
-
-
-def random_ids(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(count)]

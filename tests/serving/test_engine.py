@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import ray
-from conftest import random_ids
 from host import Hosted
-from models import forward_logps
+from models import forward_logps, random_ids
 
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import start_replicas

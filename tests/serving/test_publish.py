@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from conftest import random_ids
 from host import Hosted
-from models import forward_logps, tiny_qwen3
+from models import forward_logps, random_ids, tiny_qwen3
 
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import PublishingError, PublishRefusedError

@@ -11,8 +11,7 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import random_ids
-from models import forward_logps, tiny_qwen3
+from models import forward_logps, random_ids, tiny_qwen3
 
 from skyrl_thundersync.rollout.publish import StaleReplicaError, publish
 

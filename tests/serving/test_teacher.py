@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import ray
-from conftest import random_ids
 from host import Hosted
-from models import byte_tokenizer, forward_logps, save, tiny_qwen3
+from models import byte_tokenizer, forward_logps, random_ids, save, tiny_qwen3
 
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
 from skyrl_thundersync.teacher.client import TeacherClient, TeacherError, start_teachers
