@@ -4,7 +4,7 @@
 
 Each run is `skyrl train` with the preset `opd/bench` and one schedule; rounds interleave the schedules so that a machine
 that drifts hits all of them. The student is the quickstart's with a wider MLP whose added units are silent: it acts
-like the original at fifty times the arithmetic. The first update of a run is warm-up and dropped. Speed-up of a
+like the original at thirty times the arithmetic. The first update of a run is warm-up and dropped. Speed-up of a
 schedule is sync's mean step time over its own (PAPER.md, "Results"), with the range over updates paired by index.
 """
 
@@ -25,7 +25,7 @@ from rich.table import Table
 SCHEDULES = ("sync", "group", "thundersync")
 
 
-WIDTH = 24576  # of the student's MLP; 384 in the original
+WIDTH = 16384  # of the student's MLP; 384 in the original
 
 
 def widened_student(folder: Path) -> Path:

@@ -1,2 +1,2 @@
-numbers = [int(line) for line in open("data.txt")]
+numbers = [int(line) for line in open('data.txt')]
 print(sum(numbers[1:]) / len(numbers))
