@@ -29,7 +29,7 @@ def descendants(mark: str) -> dict[int, str]:
             try:
                 if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except (FileNotFoundError, ProcessLookupError):
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone meanwhile, or not ours to see
                 continue
     return found
 
