@@ -1,10 +1,10 @@
-# make quickstart | test | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
+# make quickstart | test | test-slow | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
 SHELL := /bin/bash
 VENV ?= .venv
 LOCK ?= cpu
 STAMP := $(VENV)/.installed-$(LOCK)
 
-.PHONY: env quickstart test bench exact lint lock clean
+.PHONY: env quickstart test test-slow bench exact lint lock clean
 .DEFAULT_GOAL := quickstart
 
 env: $(STAMP)
@@ -19,6 +19,10 @@ quickstart: env
 
 test: env
 	$(VENV)/bin/python -m pytest tests -q
+
+# Whole runs that are killed, stopped and resumed.
+test-slow: env
+	$(VENV)/bin/python -m pytest tests -q -m slow
 
 # Same job under three schedules, and the figures that compare them.
 bench: env

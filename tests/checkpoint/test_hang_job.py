@@ -10,6 +10,7 @@ import pytest
 from tests import job
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_stopped_rank_ends_the_run_with_one_cause_that_names_it(tmp_path):
     run = job.start(

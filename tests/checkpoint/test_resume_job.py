@@ -19,7 +19,7 @@ from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.stream.sources import Append
 from tests import job
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OPTIONS = (
     "trainer.eval_interval=-1",
     "trainer.eval_before_train=false",
