@@ -1,10 +1,10 @@
-# make quickstart | test | test-slow | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
+# make quickstart | test | test-slow | test-docker | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
 SHELL := /bin/bash
 VENV ?= .venv
 LOCK ?= cpu
 STAMP := $(VENV)/.installed-$(LOCK)
 
-.PHONY: env quickstart test test-slow bench exact lint lock clean
+.PHONY: env quickstart test test-slow test-docker bench exact lint lock clean
 .DEFAULT_GOAL := quickstart
 
 env: $(STAMP)
@@ -23,6 +23,13 @@ test: env
 # Whole runs that are killed, stopped and resumed.
 test-slow: env
 	$(VENV)/bin/python -m pytest tests -q -m slow
+
+# Attacks on sandboxes, on Docker and bubblewrap, with a table of what held. Starts an engine where none answers and it may.
+test-docker: env
+	@scripts/system_deps.sh
+	@scripts/docker_engine.sh up
+	@trap 'scripts/docker_engine.sh down' EXIT; \
+	    THUNDERSYNC_REQUIRE_DOCKER=1 $(VENV)/bin/python -m pytest tests/sandbox -q
 
 # Same job under three schedules, and the figures that compare them.
 bench: env

@@ -146,7 +146,7 @@ def _harbor(
     split: bool,
 ) -> None:
     from skyrl_thundersync.data import prepare
-    from skyrl_thundersync.data.harbor import ENABLEABLE
+    from skyrl_thundersync.data.task_folder import ENABLEABLE
 
     if unknown := set(enable or ()) - set(ENABLEABLE):
         raise ConfigError(f"--enable {', '.join(sorted(unknown))}: must be one of {', '.join(ENABLEABLE)}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_thundersync.data.harbor import folder_files, instruction_of, task_folders
 from skyrl_thundersync.data.split import normalised
+from skyrl_thundersync.data.task_folder import folder_files, instruction_of, task_folders
 from skyrl_thundersync.inputs import read_rows
 
 KINDS = ("instruction", "solution", "tests")

@@ -102,6 +102,8 @@ def _copied(rest: str, workdir: str, context: Path) -> dict[str, Path]:
             raise NeedsBuildError(f"COPY {source}, which is not in {context.name}/")
         if found.is_dir():  # Docker copies what is in a folder, not the folder
             for file in sorted(found.rglob("*")):
+                if not file.resolve().is_relative_to(context.resolve()):
+                    raise NeedsBuildError(f"COPY {source}, in which {file.name} is a link out of {context.name}/")
                 if file.is_file():
                     files[posixpath.join(target, file.relative_to(found).as_posix())] = file
         else:

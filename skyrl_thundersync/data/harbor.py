@@ -24,27 +24,23 @@ from typing import Any
 import yaml
 
 from skyrl_thundersync.data.dockerfile import NeedsBuildError, read_dockerfile
+from skyrl_thundersync.data.task_folder import (
+    ENABLEABLE,
+    Unsupported,
+    folder_files,
+    instruction_of,
+    refuse_links_out,
+    required,
+    task_folders,
+)
 from skyrl_thundersync.sandbox.base import WORKSPACE
 
-ENABLEABLE = ("compose", "gpu", "internet", "build")
-"""Reasons that a caller may lift. "build" tasks run once their image is built; the other three need Harbor's own runner, and
-the terminal environment refuses their rows by name."""
-REASONS = (*ENABLEABLE, "invalid", "incomplete", "unsupported", "binary")
 AGENT_TIMEOUT_S = 3600.0
 """Harbor leaves the agent's time open where task.toml does; a training episode has an end."""
 VERIFIER_TIMEOUT_S = 600.0
 TEST_COMMAND = "bash /tests/test.sh"
 MAX_TEST_BYTES = 8 << 20
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _FETCHES = re.compile(r"^[^#\n]*\b(apt-get|apt|curl|wget|pip3?|uvx?|npm|git clone)\b[^\n]*", re.MULTILINE)
-
-
-class Unsupported(ValueError):
-    """A task that is not taken: `reason` is one of `REASONS`, `detail` says what it was."""
-
-    def __init__(self, task_id: str, reason: str, detail: str) -> None:
-        super().__init__(f"task {task_id!r}: {reason}: {detail}")
-        self.task_id, self.reason, self.detail = task_id, reason, detail
 
 
 @dataclass(frozen=True)
@@ -118,11 +114,6 @@ def _json_text(data: bytes) -> Any:
         return {"base64": base64.b64encode(data).decode()}
 
 
-def task_folders(root: Path) -> list[Path]:
-    """Folders below `root` (or `root` itself) that hold a task.toml, in order of path."""
-    return sorted(file.parent for file in root.rglob("task.toml"))
-
-
 @dataclass
 class Skipped:
     """What `read_tasks` left out: how many by reason, and each task's id, reason and detail."""
@@ -160,14 +151,15 @@ def read_task(folder: Path, enabled: Collection[str] = ()) -> HarborTask:
         Unsupported: it is broken, incomplete, or asks for what the terminal environment has not and `enabled` does not name.
     """
     name = folder.name
+    refuse_links_out(folder)
     config = _config(folder)
     for problem in _unsupported(config):
         raise Unsupported(name, "unsupported", problem)
-    _required(folder, "instruction.md")
+    required(folder, "instruction.md")
     instruction = instruction_of(folder)
     if not instruction:
         raise Unsupported(name, "incomplete", "instruction.md is empty")
-    _required(folder, "tests/test.sh")
+    required(folder, "tests/test.sh")
     tests, solution = folder_files(folder, "tests"), folder_files(folder, "solution")
     if (size := sum(map(len, tests.values()))) > MAX_TEST_BYTES:
         raise Unsupported(name, "unsupported", f"tests/ holds {size} bytes, more than {MAX_TEST_BYTES}")
@@ -254,7 +246,7 @@ def _last_workdir(dockerfile: Path) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    file = _required(folder, "task.toml")
+    file = required(folder, "task.toml")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -311,36 +303,3 @@ def _plain_env(name: str, where: str, env: Mapping[str, Any]) -> dict[str, str]:
         if "${" in str(value):
             raise Unsupported(name, "unsupported", f"{where} {key} takes a variable of the host")
     return {key: str(value) for key, value in env.items()}
-
-
-def folder_files(folder: Path, part: str) -> dict[str, bytes]:
-    """Relative path -> content of every file in a part of the task.
-
-    Raises:
-        Unsupported: a link leads out of the task's folder.
-    """
-    root, files = folder / part, {}
-    for path in sorted(root.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise Unsupported(folder.name, "invalid", f"{path.relative_to(folder)} is a link out of the task")
-        if path.is_file():
-            files[path.relative_to(root).as_posix()] = path.read_bytes()
-    return files
-
-
-def _required(folder: Path, name: str) -> Path:
-    file = folder / name
-    if not file.is_file():
-        raise Unsupported(folder.name, "incomplete", f"no {name}")
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise Unsupported(folder.name, "invalid", f"{name} is a link out of the task")
-    return file
-
-
-def instruction_of(folder: Path) -> str:
-    """instruction.md without the leading canary lines by which benchmarks mark their texts; "" where there is none."""
-    file = folder / "instruction.md"
-    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
-    while lines and (_CANARY.fullmatch(lines[0].strip()) or not lines[0].strip()):
-        lines.pop(0)
-    return "\n".join(lines).strip()

@@ -24,8 +24,9 @@ from skyrl_thundersync.data.decontaminate import (
     harbor_fingerprint,
     swe_fingerprint,
 )
-from skyrl_thundersync.data.harbor import HarborTask, Unsupported, folder_files, read_task, task_folders
+from skyrl_thundersync.data.harbor import HarborTask, read_task
 from skyrl_thundersync.data.split import development_groups, normalised
+from skyrl_thundersync.data.task_folder import Unsupported, folder_files, task_folders
 from skyrl_thundersync.inputs import read_rows
 
 MANIFEST_VERSION = 1

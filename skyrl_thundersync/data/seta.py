@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from skyrl_thundersync.data.harbor import folder_files, instruction_of
+from skyrl_thundersync.data.task_folder import folder_files, instruction_of
 
 _VARIANT = re.compile(r"(__[bd]\d+)+$")
 REQUIRED = ("instruction.md", "environment/Dockerfile", "solution/solve.sh", "tests/test.sh")

@@ -1,7 +1,7 @@
 """What an agent's commands may not reach, exhaust or leave behind, on every backend."""
 
+import contextlib
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -17,6 +17,7 @@ def run(box, command, timeout_s=10.0):
     return box.run(command, timeout_s)
 
 
+@pytest.mark.attack("reach a network, the host's sockets included")
 def test_there_is_no_network(box):
     assert run(box, "cat /proc/net/route | wc -l; grep -c : /proc/net/dev").output == "1\n1\n", "only a loopback"
     for target in ("1.1.1.1/53", "127.0.0.1/22", "169.254.169.254/80"):
@@ -25,6 +26,7 @@ def test_there_is_no_network(box):
     assert run(box, "tail -n +2 /proc/net/unix").output == ""
 
 
+@pytest.mark.attack("read files of the host")
 def test_host_files_are_out_of_reach(box, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("host-secret")
@@ -38,6 +40,7 @@ def test_host_files_are_out_of_reach(box, tmp_path):
     assert "host-secret" not in run(box, "grep -rs host-secret /tmp /home /var /mnt /srv /opt /root /run").output
 
 
+@pytest.mark.attack("read the owner's environment")
 def test_the_environment_holds_nothing_of_the_host(box, monkeypatch, pool):
     monkeypatch.setenv("SECRET_TOKEN", "host-secret")
     fresh = pool.create()
@@ -45,6 +48,7 @@ def test_the_environment_holds_nothing_of_the_host(box, monkeypatch, pool):
     assert "host-secret" not in seen and "SECRET_TOKEN" not in seen
 
 
+@pytest.mark.attack("write outside the working folders")
 def test_only_the_working_folders_can_be_written(box):
     for path in ("/usr/x", "/etc/x", "/bin/x", "/x", "/dev/x", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger"):
         assert run(box, f"echo x >{path}").exit_code != 0, path
@@ -52,6 +56,7 @@ def test_only_the_working_folders_can_be_written(box):
         assert run(box, f"echo x >{path} && cat {path}").output == "x\n"
 
 
+@pytest.mark.attack("gain rights: setuid, su, mount, chroot, mknod, user namespaces")
 def test_there_is_no_way_to_more_rights(box):
     status = run(box, "grep -E '^(Cap(Prm|Eff|Bnd|Inh|Amb)|NoNewPrivs|Uid)' /proc/self/status").output
     values = dict(line.split(":\t", 1) for line in status.splitlines())
@@ -74,6 +79,7 @@ def test_there_is_no_way_to_more_rights(box):
     assert suid.output == "1000\n"
 
 
+@pytest.mark.attack("see processes of others")
 def test_processes_of_others_do_not_show(box, pool):
     other = pool.create()
     run(other, "sleep 4242 & echo $!")
@@ -81,6 +87,7 @@ def test_processes_of_others_do_not_show(box, pool):
     assert int(run(box, "ls -d /proc/[0-9]* | wc -l").output) < 12
 
 
+@pytest.mark.attack("fork bomb")
 @pytest.mark.timeout(120)
 def test_a_fork_bomb_stays_inside_and_ends(box, pool):
     other = pool.create()
@@ -108,6 +115,7 @@ def test_a_fork_bomb_stays_inside_and_ends(box, pool):
     assert int(run(box, "ls -d /proc/[0-9]* | wc -l").output) < 12
 
 
+@pytest.mark.attack("memory bomb, one large or many small")
 @pytest.mark.timeout(120)
 def test_a_memory_bomb_ends_the_command_only(config):
     with SandboxPool(config, "test", Limits(memory_bytes=128 * MIB, disk_bytes=64 * MIB)) as pool:
@@ -125,6 +133,7 @@ def test_a_memory_bomb_ends_the_command_only(config):
         assert run(other, "echo fine").output == "fine\n"
 
 
+@pytest.mark.attack("fill the disk")
 def test_the_disk_is_bounded_everywhere(config):
     with SandboxPool(config, "test", Limits(memory_bytes=256 * MIB, disk_bytes=32 * MIB)) as pool:
         box = pool.create()
@@ -137,16 +146,50 @@ def test_the_disk_is_bounded_everywhere(config):
         assert run(box, "echo again >x && cat x").output == "again\n"
 
 
-@pytest.mark.timeout(120)
+def resident_bytes(pids):
+    """Memory of processes that runs can make grow: their own pages, not mapped files."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+    return total * 1024
+
+
+def host_processes():
+    """This process and, where there is one, the container engine with its helpers."""
+    found = [os.getpid()]
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (folder / "comm").read_text().startswith(("dockerd", "containerd")):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.attack("flood of output, 2 GiB of `yes`")
+@pytest.mark.timeout(300)
 def test_a_flood_of_output_costs_the_host_no_memory(box):
     run(box, "true")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = run(box, "yes", timeout_s=4.0)
-    assert result.timed_out and result.truncated and len(result.output) < 4096 + 40
-    result = run(box, f"head -c {1 << 30} /dev/zero | tr '\\0' x; echo; echo end", timeout_s=60.0)
-    assert result.output.endswith("x\nend\n") and result.exit_code == 0
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 64 * MIB
+    pids = host_processes()
+    before = most = resident_bytes(pids)
+    stop = threading.Event()
+
+    def watch():
+        nonlocal most
+        while not stop.wait(0.1):
+            most = max(most, resident_bytes(pids))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = run(box, "yes", timeout_s=2.0)
+        assert result.timed_out and result.truncated and len(result.output) < 4096 + 40
+        result = run(box, f"yes | head -c {2 << 30}; echo end", timeout_s=240.0)
+        assert result.output.endswith("y\nend\n") and result.exit_code == 0 and result.truncated
+    finally:
+        stop.set()
+        watcher.join()
+    assert most - before < 64 * MIB
     # From the background it slows its own sandbox down, no more.
     run(box, "yes & sleep 0.1")
     assert run(box, "kill %1; echo stopped", timeout_s=20.0).output.endswith("stopped\n")
@@ -154,6 +197,7 @@ def test_a_flood_of_output_costs_the_host_no_memory(box):
     assert box.check("echo graded", 20.0).output == "graded\n"
 
 
+@pytest.mark.attack("shut itself out, kill everything")
 def test_an_agent_that_shuts_itself_out_only_loses_its_own_sandbox(box, pool):
     run(box, "echo kept >file; chmod 000 /workspace; exit 0")
     assert run(box, "cat file").output == "kept\n", "the folder is opened again"
@@ -162,6 +206,7 @@ def test_an_agent_that_shuts_itself_out_only_loses_its_own_sandbox(box, pool):
     assert run(pool.create(), "echo fine").output == "fine\n"
 
 
+@pytest.mark.attack("links in the working folder")
 def test_links_in_the_workspace_lead_no_write_out(box, tmp_path):
     run(box, f"ln -s {tmp_path} out; ln -s /etc etc; ln -s ../../../../tmp up; ln -s /proc/1/root root")
     for path in ("out/x", "etc/x", "root/etc/x"):

@@ -36,6 +36,7 @@ def test_long_output_keeps_head_and_tail_without_half_characters(limit):
     assert limit - 6 <= len((head + tail).encode()) <= limit
 
 
+@pytest.mark.attack("paths of task files that leave the folder")
 @pytest.mark.parametrize(
     "path", ["../x", "/etc/passwd", "a/../../x", "a/..", "", ".", "./", "a\0b", "/", "..", 7], ids=repr
 )

@@ -70,6 +70,7 @@ def start_owner(backend, marker, then):
     return process
 
 
+@pytest.mark.attack("survive the owner's end")
 @pytest.mark.parametrize(
     ("then", "code"), [("raise ValueError('mid-run')", 1), ("sys.exit(3)", 3), ("pool.close_all()", 0), ("del pool", 0)]
 )
@@ -98,6 +99,7 @@ def test_ctrl_c_in_the_middle_of_a_command_leaves_nothing(backend):
         assert not containers(pid=owner.pid)
 
 
+@pytest.mark.attack("survive the owner's SIGKILL")
 def test_after_sigkill_of_the_owner_only_its_own_is_swept(backend, config, pool):
     marker = "4245"
     living = pool.create()

@@ -59,6 +59,7 @@ def test_shell_options_and_redirections_do_not_lose_the_frame(box):
     assert run(box, "set +ex; trap - ERR; echo still here").output.endswith("still here\n")
 
 
+@pytest.mark.attack("end or replace the shell")
 @pytest.mark.parametrize(
     ("command", "exit_code", "output"),
     [
@@ -78,6 +79,7 @@ def test_a_lost_shell_is_reported_and_replaced_with_the_files_kept(box, command,
     assert run(box, "echo x=$x; pwd; cat file; grep -sl 424[2] /proc/*/cmdline").output == "x=\n/workspace\nkept\n"
 
 
+@pytest.mark.attack("outlive a time limit: SIGTERM ignored, sessions of their own, stopped shells")
 @pytest.mark.parametrize(
     "command",
     [
@@ -102,6 +104,7 @@ def test_a_time_limit_ends_the_whole_process_tree(box, command):
     assert "4242" not in left.output
 
 
+@pytest.mark.attack("background children that hold stdout")
 def test_a_background_child_that_holds_stdout_delays_nothing_and_ends_with_the_sandbox(box):
     result = run(box, "nohup sleep 100 & echo started")
     assert result.output.endswith("started\n") and result.seconds < 2 and not result.timed_out

@@ -150,12 +150,14 @@ TAMPERING = {
 }
 
 
+@pytest.mark.attack("tamper with the checker")
 @pytest.mark.parametrize("command", TAMPERING.values(), ids=TAMPERING.keys())
 def test_tampering_earns_nothing(configured, command):
     checker = "sleep 0.8\n" + CHECKER  # time for whatever was left running
     assert play(make(checker=checker), command + "\nsubmit")[1:] == (0.0, True)
 
 
+@pytest.mark.attack("modules for the checker to import")
 def test_python_in_a_checker_does_not_import_what_the_agent_left(configured):
     checker = """
 python3 -c 'import textwrap, sys; sys.exit(textwrap.dedent(open("answer").read()).strip() != "1")'
@@ -165,6 +167,7 @@ python3 -c 'import textwrap, sys; sys.exit(textwrap.dedent(open("answer").read()
     assert play(make(checker=checker), "echo 1 >answer\nsubmit")[1:] == (1.0, True)
 
 
+@pytest.mark.attack("read the checker before grading")
 def test_the_checker_is_out_of_reach_before_grading(configured):
     secret = "vErIfIeR-SeCrEt"
     look = f"grep -rsl {secret[:5]}'{secret[5:]}' /workspace /tmp /dev/shm /proc/[0-9]*/environ /proc/[0-9]*/cmdline"
