@@ -81,6 +81,9 @@ class SandboxConfig(BaseConfig):
     latency_s: float = 0.0
     """Added to every tool call, to stand for slow tools in benchmarks."""
 
+    warm: int = 4
+    """Sandboxes started ahead, while others run. Each costs a few MiB until it is used; 0: every trajectory waits for its
+    own."""
 
 @dataclass
 class PublishConfig(BaseConfig):

@@ -263,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.sandbox.output_limit_bytes", 64, "bytes"),
     _at_least("thundersync.sandbox.latency_s", 0, "seconds"),
     _at_least("thundersync.publish.probe_tokens", 2, "tokens"),
+    _at_least("thundersync.sandbox.warm", 0, "sandboxes"),
     _at_least("generator.n_samples_per_prompt", 1, "sample"),
     _at_least("generator.max_turns", 1, "turn"),
     _at_least("generator.sampling_params.max_generate_length", 1, "token"),

@@ -135,6 +135,9 @@ class TerminalEnv(BaseTextEnv):
         self._tool_seconds = 0.0
         self._timed_out = 0
         self._lost = False
+        self._start_seconds = 0.0
+        self._started_ahead = False
+        self._pool.expect(self._image, self._workdir != WORKSPACE)
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Make the sandbox and put the task's files into it. Returns the prompt as it is.
@@ -144,7 +147,10 @@ class TerminalEnv(BaseTextEnv):
             SandboxError: there is no sandbox to be had.
         """
         self._deadline = time.monotonic() + self._agent_timeout_s
+        asked = time.monotonic()
         self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
+        self._start_seconds = time.monotonic() - asked
+        self._started_ahead = self._sandbox.started_ahead
         try:
             self._sandbox.write_files(self._files)
             self._enter_workdir(self._sandbox)
@@ -212,7 +218,8 @@ class TerminalEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, Any]:
         """Turns taken, 1.0 where the full (official) reward was earned, seconds in tools (latency included), commands
-        timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward."""
+        timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward, seconds that the sandbox
+        was waited for and 1.0 where it had been started ahead."""
         return {
             "turns": self.turns,
             "solved": float(self._solved),
@@ -220,6 +227,8 @@ class TerminalEnv(BaseTextEnv):
             "commands_timed_out": self._timed_out,
             "sandbox_lost": float(self._lost),
             "verifier_failed": float(self._verifier_failed),
+            "sandbox_start_seconds": self._start_seconds,
+            "sandbox_started_ahead": float(self._started_ahead),
         }
 
     def _enter_workdir(self, sandbox: Sandbox) -> None:

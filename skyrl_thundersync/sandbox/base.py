@@ -75,6 +75,7 @@ class Sandbox(Protocol):
     """One trajectory's closed place. Calls on one sandbox come one at a time; `close` may come from any thread."""
 
     name: str
+    started_ahead: bool
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Put text files (UTF-8) at relative paths below the working folder, folders made as needed.

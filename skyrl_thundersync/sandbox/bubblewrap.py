@@ -312,7 +312,11 @@ def _start(command: list[str], inherited: int | None = None) -> subprocess.Popen
             pass_fds=() if inherited is None else (inherited,),
         )
 
-    return _starter.submit(start).result()
+    try:
+        starting = _starter.submit(start)
+    except RuntimeError as error:
+        raise SandboxError(f"no sandbox starts any more: {error}") from error
+    return starting.result()
 
 
 def _read(source: int, deadline: float) -> bytes | None:

@@ -12,6 +12,7 @@ from skyrl_thundersync.sandbox import bubblewrap, docker
 from skyrl_thundersync.sandbox.base import Limits, Sandbox, SandboxError, SandboxLost
 from skyrl_thundersync.sandbox.select import choose_backend
 from skyrl_thundersync.sandbox.shell import ShellSandbox
+from skyrl_thundersync.sandbox.warm import Kind, WarmSandboxes
 
 if TYPE_CHECKING:  # it imports all of SkyRL
     from skyrl_thundersync.config import SandboxConfig
@@ -33,6 +34,8 @@ class SandboxPool:
             )
         if config.command_timeout_s <= 0:
             raise ValueError(f"thundersync.sandbox.command_timeout_s must be positive, got {config.command_timeout_s}")
+        if config.warm < 0:
+            raise ValueError(f"thundersync.sandbox.warm must not be negative, got {config.warm}")
         self.run_id = run_id
         self.backend = choose_backend(config.backend)
         self._config = config
@@ -44,8 +47,14 @@ class SandboxPool:
         self._engine = docker.DockerEngine() if self.backend == "docker" else None
         if self._engine is not None:
             self._engine.require_image(config.image)
+        self._plain = Kind(config.image if self._engine is not None else None, False)
+        self._warm = WarmSandboxes(self._start, self._plain, config.warm)
         self.sweep()
         atexit.register(self.close_all)
+
+    def expect(self, image: str | None = None, writable_root: bool = False) -> None:
+        """`create` will be called with these arguments soon: the sandbox may be started ahead."""
+        self._warm.expect(self._kind(image, writable_root))
 
     def create(self, image: str | None = None, writable_root: bool = False) -> Sandbox:
         """A new sandbox. `image`: a Docker image other than the configured one; bubblewrap has no images.
@@ -56,27 +65,38 @@ class SandboxPool:
         Raises:
             SandboxError: it could not be made, or the pool is closed.
         """
+        self._refuse_if_closed()
+        kind = self._kind(image, writable_root)
+        ahead = self._warm.take(kind)
+        sandbox = ahead if ahead is not None else self._start(kind)
+        sandbox.started_ahead = ahead is not None
         with self._lock:
+            closed = self._closed
+            if not closed:
+                self._open[sandbox.name] = sandbox
+        if closed:
+            sandbox.close()
             self._refuse_if_closed()
-            name = f"{self.run_id}-{next(self._numbers)}"
+        return sandbox
+
+    def _kind(self, image: str | None, writable_root: bool) -> Kind:
+        return Kind(image or self._plain.image, writable_root)
+
+    def _start(self, kind: Kind) -> ShellSandbox:
+        name = f"{self.run_id}-{next(self._numbers)}"
         output_limit = self._config.output_limit_bytes
         sandbox: ShellSandbox
         if self._engine is not None:
             sandbox = docker.DockerSandbox(
-                self._engine, image or self._config.image, name, self.run_id, self._limits, output_limit, writable_root
+                self._engine, kind.image, name, self.run_id, self._limits, output_limit, kind.writable_root
             )
-        elif image is not None or writable_root:
-            raise SandboxError(f"image {image!r} needs thundersync.sandbox.backend=docker; bubblewrap has no images")
+        elif kind != self._plain:
+            raise SandboxError(
+                f"image {kind.image!r} needs thundersync.sandbox.backend=docker; bubblewrap has no images"
+            )
         else:
             sandbox = bubblewrap.BubblewrapSandbox(name, self._limits, output_limit)
         sandbox.on_close = lambda: self._forget(name)
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._open[name] = sandbox
-        if closed:
-            sandbox.close()
-            self._refuse_if_closed()
         return sandbox
 
     @property
@@ -84,6 +104,11 @@ class SandboxPool:
         """Sandboxes made and not closed."""
         with self._lock:
             return len(self._open)
+
+    @property
+    def ready_count(self) -> int:
+        """Sandboxes that were started ahead and wait for their trajectories."""
+        return self._warm.ready_count
 
     @property
     def closed(self) -> bool:
@@ -104,11 +129,11 @@ class SandboxPool:
         with self._lock:
             self._closed = True
             left = list(self._open.values())
-        errors: list[SandboxError] = []
-        for sandbox in left:
+        errors: list[Exception] = []
+        for close in (*(sandbox.close for sandbox in left), self._warm.close):
             try:
-                sandbox.close()
-            except SandboxError as error:
+                close()
+            except (SandboxError, ExceptionGroup) as error:
                 errors.append(error)
         if self._engine is not None:
             self._engine.close()

@@ -160,6 +160,8 @@ class ShellSandbox(ABC):
         self._lost: str | None = None
         self._used = False
         self.on_close: Callable[[], None] = lambda: None
+        self.started_ahead = False
+        """It was up before its trajectory asked for it."""
 
     @abstractmethod
     def _open_channel(self, env: Mapping[str, str], grading: bool) -> Channel:

@@ -79,6 +79,7 @@ BAD = {
     "thundersync.sandbox.output_limit_bytes": 1,
     "thundersync.sandbox.latency_s": -1.0,
     "thundersync.publish.probe_tokens": 1,
+    "thundersync.sandbox.warm": -1,
     "generator.n_samples_per_prompt": 0,
     "generator.max_turns": 0,
     "generator.sampling_params.max_generate_length": 0,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import docker as docker_sdk
@@ -20,11 +21,13 @@ OWNER = """
 import sys, time
 from types import SimpleNamespace
 from skyrl_thundersync.sandbox.pool import SandboxPool
-options = dict(image="local/bookworm-py:1", command_timeout_s=5.0, output_limit_bytes=4096)
+options = dict(image="local/bookworm-py:1", command_timeout_s=5.0, output_limit_bytes=4096, warm={warm})
 pool = SandboxPool(SimpleNamespace(backend={backend!r}, **options), "victim")
 boxes = [pool.create() for _ in range(2)]
 for box in boxes:
     box.run("sleep {marker} & echo x >file", 5.0)
+while pool.ready_count < {warm}:
+    time.sleep(0.02)
 print("ready", flush=True)
 {then}
 """
@@ -63,8 +66,12 @@ def wait_until(condition, seconds=15.0):
         time.sleep(0.05)
 
 
+WARM = 2
+
+
 def start_owner(backend, marker, then):
-    code = OWNER.format(backend=backend, marker=marker, then=then)
+    """A process with two sandboxes in use and `WARM` started ahead."""
+    code = OWNER.format(backend=backend, marker=marker, then=then, warm=WARM)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     return process
@@ -113,7 +120,7 @@ def test_after_sigkill_of_the_owner_only_its_own_is_swept(backend, config, pool)
     if backend == "bubblewrap":  # nothing survives, even before anybody sweeps
         wait_until(lambda: not processes(marker))
     else:
-        assert len(containers(pid=owner.pid)) == 2
+        assert len(containers(pid=owner.pid)) == 2 + WARM
     with SandboxPool(config, "next"):
         wait_until(lambda: not processes(marker))
         assert not groups(owner.pid)
@@ -121,14 +128,15 @@ def test_after_sigkill_of_the_owner_only_its_own_is_swept(backend, config, pool)
         assert living.run("cat file", 5.0).output == "mine\n"
 
 
-def test_a_container_past_its_deadline_is_swept(backend, pool, monkeypatch):
+def test_a_container_past_its_deadline_is_swept(backend, config, monkeypatch):
     if backend != "docker":
         pytest.skip("bubblewrap sandboxes cannot outlive their owner")
     monkeypatch.setattr(docker, "LIFETIME_S", -1.0)
-    box = pool.create()
-    assert pool.sweep() == 1
-    with pytest.raises(SandboxLost):
-        box.run("true", 5.0)
+    with SandboxPool(replace(config, warm=0), "test") as pool:
+        box = pool.create()
+        assert pool.sweep() == 1
+        with pytest.raises(SandboxLost):
+            box.run("true", 5.0)
 
 
 @pytest.mark.timeout(120)
@@ -179,7 +187,13 @@ def test_closing_ends_a_command_in_another_thread(pool):
     box.close()
 
 
-def test_descriptors_and_control_groups_are_given_back(pool):
+def test_descriptors_and_control_groups_are_given_back(config):
+    with SandboxPool(replace(config, warm=0), "test") as pool:
+        _cycle_many(pool)
+    assert not groups(Owner.current().pid)
+
+
+def _cycle_many(pool):
     def cycle():
         box = pool.create()
         box.run("exit 1", 5.0)
@@ -193,7 +207,6 @@ def test_descriptors_and_control_groups_are_given_back(pool):
     for _ in range(5):
         cycle()
     assert len(os.listdir("/proc/self/fd")) < before + 5
-    assert not groups(Owner.current().pid)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
