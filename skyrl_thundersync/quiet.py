@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Inside, importing them prints no notices below errors; afterwards everything logs as it would have.
+    """Inside, importing them prints no notices below errors; afterwards everything logs as it would have, except that
+    Transformers draws no progress bars when it loads weights.
 
     vLLM configures its logger from the environment when it is imported, so this process stays at errors while processes
     started later, whose logs go to files, see the environment as it was.
@@ -26,7 +27,6 @@ def quiet_imports() -> Iterator[None]:
         yield
     finally:
         logger.enable("skyrl")
-        transformers_logging.enable_progress_bar()
         logging.disable(disabled)
         if before is None:
             del os.environ[name]
