@@ -26,6 +26,9 @@ class LearnerConfig(BaseConfig):
     """Turns wait for each other until this many new tokens are worth one forward pass."""
     retain_gib: float = 1.0
     """Budget in GiB per rank for autograd graphs kept from arrival to sweep. A retained segment is not forwarded twice."""
+    state_gib: Optional[float] = None
+    """Budget in GiB per rank for cut states and adjoints of open trajectories. On a GPU what has waited longest moves to host
+    memory beyond it, as much again; beyond that, and on a CPU at once, groups that have not started wait. Default: none."""
     accumulator: str = "fp32"
     """"fp32", or "exact": fixed-point int64 sums, bit-identical under any order and placement, twice the host memory."""
     threads: int = 1
@@ -78,12 +81,34 @@ class SandboxConfig(BaseConfig):
     """A command that runs longer is killed with all its children; the agent reads that it was."""
     output_limit_bytes: int = 4096
     """Longer output is cut in the middle, head and tail kept."""
-    latency_s: float = 0.0
-    """Added to every tool call, to stand for slow tools in benchmarks."""
-
     warm: int = 4
     """Sandboxes started ahead, while others run. Each costs a few MiB until it is used; 0: every trajectory waits for its
     own."""
+    latency_s: float = 0.0
+    """Added to every tool call, to stand for slow tools in benchmarks."""
+
+
+@dataclass
+class OutcomesConfig(BaseConfig):
+    """What becomes of a training trajectory that did not come to its own end: "trained" (with the reward that grading gave),
+    "zero" (reward 0), "masked" (GRPO only: no part in baseline or gradient), "retried", or "stop" (the run ends). What was
+    released to the learner is not taken back, so only what fails before the first turn can be retried."""
+
+    start_failed: str = "retried"
+    """Its sandbox did not start, or its files did not get there: "retried" or "stop"."""
+    timeout: str = "trained"
+    """The task's `agent_timeout_s` passed; it was graded as it was. "trained", "zero" or "masked"."""
+    context_overflow: str = "zero"
+    """The context was full before the agent was done; it was not graded. "zero" or "masked"."""
+    sandbox_lost: str = "zero"
+    """The agent made its own sandbox unusable. "zero" or "masked"."""
+    verifier_failed: str = "zero"
+    """The verifier gave no reward, which an agent can bring about. "zero" or "masked"."""
+    crash: str = "stop"
+    """The machinery failed during the episode. "stop", "zero" or "masked"."""
+    retries: int = 2
+    """How often a trajectory that did not start is tried again before the run stops."""
+
 
 @dataclass
 class PublishConfig(BaseConfig):
@@ -117,6 +142,7 @@ class ThunderSyncConfig(BaseConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
 
 

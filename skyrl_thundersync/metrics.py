@@ -51,6 +51,10 @@ def update_metrics(
         "memory/learner_host_peak_gib": finish["host_peak_bytes"] / GIB,
         "memory/learner_device_peak_gib": finish["device_peak_bytes"] / GIB,
         "memory/driver_host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "memory/learner_state_peak_gib": max((d.held_bytes for d in done), default=0) / GIB,
+        "thundersync/state_moved_gib": sum(d.moved_bytes for d in done) / GIB,
+        "thundersync/groups_waited": len(update.admission_waits),
+        "timing/admission_wait": sum(update.admission_waits),
         **_release(update),
     }
     counts = sum((Counter(dict(d.gap_counts)) for d in done), Counter())

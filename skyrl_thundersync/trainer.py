@@ -88,7 +88,7 @@ class Update:
         teacher: None for objectives without one.
         schedule: "thundersync", "group" or "sync" (stream/release.py).
         record: called with (rank, work) in release order, to keep the batch for replay.
-        cap: groups that may hold state on a rank at once (stream/admission.py); None: any number.
+        cap, state_bytes: how many groups may hold state on a rank at once (stream/admission.py); None: any number.
         now: the clock, in seconds; the simulator brings a virtual one.
         statistics_cap: for group objectives, how many groups may hold statistics on a rank (stream/rewards.py).
     """
@@ -104,6 +104,7 @@ class Update:
         cap: int | None = None,
         now: Callable[[], float] = time.perf_counter,
         statistics_cap: int | None = None,
+        state_bytes: int | None = None,
     ) -> None:
         self.ledger = Ledger(version, groups)
         self._now = now
@@ -116,7 +117,7 @@ class Update:
         self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
         self._reward_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
         self._placement = Placement(len(ranks))
-        self._queue = ReadyQueue(len(ranks), cap)
+        self._queue = ReadyQueue(len(ranks), cap, state_bytes, now)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
         self._released: dict[int, float] = {}  # by identity: hashing a source costs its tokens
@@ -142,6 +143,11 @@ class Update:
         self.clock.drained = self._now()
         self.ledger.require_complete()
         return result
+
+    @property
+    def admission_waits(self) -> list[float]:
+        """Seconds that each group which had to wait for admission waited."""
+        return self._queue.admission_waits
 
     # Called by the host while the rollouts run, on the same event loop.
 
@@ -189,7 +195,7 @@ class Update:
             for work, done in zip(items, await self._ranks[rank].run(items), strict=True):
                 self.ledger.acknowledged(work)
                 self._placement.acknowledged(work)
-                self._queue.acknowledged(rank, work)
+                self._queue.acknowledged(rank, work, done.held_bytes)
                 if self._reward_gate:
                     self._enter(self._reward_gate.acknowledged(rank, work))
                 self.acknowledged.append(done)

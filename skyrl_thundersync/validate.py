@@ -17,6 +17,7 @@ from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import apply_host_defaults
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.plugins import nearest
+from skyrl_thundersync.rollout import outcomes
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
@@ -71,6 +72,15 @@ def _must_be(option: str, value: Any, why: str) -> Rule:
 
 def _at_least(option: str, bound: float, unit: str) -> Rule:
     return Rule(option, lambda got, cfg: got is None or got >= bound, f"at least {bound} {unit} is needed", "Raise it")
+
+
+def _outcome(name: str) -> Rule:
+    return Rule(
+        f"thundersync.outcomes.{name}",
+        lambda got, cfg: got in outcomes.allowed(name, cfg.thundersync.objective),
+        outcomes.WHY[name],
+        f"Set it to one of {', '.join(outcomes.ALLOWED[name])}" + " (masked: GRPO only)" * ("masked" in outcomes.ALLOWED[name]),
+    )
 
 
 def _distribution(option: str, value: Any) -> Rule:
@@ -253,17 +263,20 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.learner.ranks", 1, "rank"),
     _at_least("thundersync.learner.block_tokens", 1, "token"),
     _at_least("thundersync.learner.retain_gib", 0, "GiB"),
+    _at_least("thundersync.learner.state_gib", 0, "GiB"),
     _at_least("thundersync.learner.threads", 1, "thread"),
     _at_least("thundersync.grpo.epsilon", 0, "(it is added to a deviation)"),
     _at_least("thundersync.grpo.admission_cap", 0, "groups"),
     _at_least("thundersync.teacher.replicas", 1, "replica"),
     _at_least("thundersync.teacher.request_timeout_s", 0.001, "second"),
     _at_least("thundersync.teacher.max_retries", 0, "retries"),
+    *(_outcome(name) for name in outcomes.ALLOWED),
+    _at_least("thundersync.outcomes.retries", 0, "retries"),
     _at_least("thundersync.sandbox.command_timeout_s", 0.001, "second"),
     _at_least("thundersync.sandbox.output_limit_bytes", 64, "bytes"),
     _at_least("thundersync.sandbox.latency_s", 0, "seconds"),
-    _at_least("thundersync.publish.probe_tokens", 2, "tokens"),
     _at_least("thundersync.sandbox.warm", 0, "sandboxes"),
+    _at_least("thundersync.publish.probe_tokens", 2, "tokens"),
     _at_least("generator.n_samples_per_prompt", 1, "sample"),
     _at_least("generator.max_turns", 1, "turn"),
     _at_least("generator.sampling_params.max_generate_length", 1, "token"),

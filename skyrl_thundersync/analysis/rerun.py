@@ -7,6 +7,7 @@ group of all ranks: they run in one process each, which holds a streamed and a s
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from skyrl_thundersync.analysis.faults import Plant
 from skyrl_thundersync.analysis.record import Batch
@@ -36,6 +38,7 @@ class Settings:
     offload_optimizer: bool = False
     block_tokens: int = 640
     retain_gib: float = 1.0
+    state_gib: float | None = None
     accumulator: str = "fp32"
     threads: int = 1
 
@@ -85,7 +88,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         model=model,
         world=ts["learner"]["ranks"] or placement["policy_num_gpus_per_node"] * placement["policy_num_nodes"],
-        learner=Settings(**{name: ts["learner"][name] for name in Settings.__dataclass_fields__}),
+        learner=Settings(**{k: v for k, v in ts["learner"].items() if k in Settings.__dataclass_fields__}),
         adam=OptimizerSettings(
             optimizer["lr"],
             tuple(optimizer["adam_betas"]),
@@ -186,6 +189,9 @@ _sides: dict[str, LearnerRank] = {}  # the learners of this process
 
 
 def _build(run: Run, sides: dict[str, Settings], index: int, port: int) -> None:
+    # A process of its own writes to the same screen.
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     _sides.clear()
     _sides.update({side: _rank(run, s, index, run.world, port, run.adam) for side, s in sides.items()})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from skyrl_thundersync.hosts.resume import Checkpoints
 from skyrl_thundersync.inputs import model_config
 from skyrl_thundersync.metrics import MetricsFile, step_metrics, update_metrics
 from skyrl_thundersync.rollout.hook import TurnHook
+from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.stream.sources import TrajectoryId
 from skyrl_thundersync.trainer import Update
 
@@ -39,17 +41,23 @@ from skyrl_thundersync.trainer import Update
 class StreamingGenerator(SkyRLGymGenerator):
     """SkyRL's generator that says when a training trajectory closed, with its reward and its count of scored tokens."""
 
-    on_closed: Callable[[TrajectoryId, float, int], None] | None = None
+    on_closed: Callable[[TrajectoryId, float | None, int], None] | None = None
+
+    def __init__(self, *args, outcomes: Outcomes, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._outcomes = outcomes
 
     async def agent_loop(self, *args, **kwargs):
-        output = await super().agent_loop(*args, **kwargs)
+        episode = partial(super().agent_loop, *args, **kwargs)
+        training = self.on_closed is not None and kwargs.get("training_phase") != TRAINING_PHASE_EVAL
+        host_id = kwargs.get("trajectory_id")
+        output = await (self._outcomes.play(str(host_id), episode) if training else episode())
         # One reward a trajectory: a trajectory without a single response token has no token to carry it.
         output.reward = float(sum(output.reward))
-        if self.on_closed is not None and kwargs.get("training_phase") != TRAINING_PHASE_EVAL:
-            trajectory = kwargs["trajectory_id"]
-            self.on_closed(
-                TrajectoryId(trajectory.instance_id, trajectory.repetition_id), output.reward, sum(output.loss_mask)
-            )
+        if training:
+            reward = self._outcomes.reward(output.reward, output.env_metrics)
+            output.reward = reward or 0.0
+            self.on_closed(TrajectoryId(host_id.instance_id, host_id.repetition_id), reward, sum(output.loss_mask))
         return output
 
 
@@ -114,6 +122,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
             self.cfg.thundersync.schedule,
             self._recorder.begin(self._cluster.version, groups) if self._recorder else None,
             statistics_cap=statistics_cap(self.cfg),
+            state_bytes=state_bytes(self.cfg),
         )
         hook: TurnHook = self.inference_engine_client
         self.generator.on_closed = update.on_trajectory_closed
@@ -200,6 +209,12 @@ def statistics_cap(cfg) -> int | None:
     return ts.grpo.admission_cap if ts.schedule == "thundersync" else 0
 
 
+def state_bytes(cfg) -> int | None:
+    """Bytes of cut states and adjoints from which on new groups wait: the budget, on a GPU with as much host memory."""
+    gib = cfg.thundersync.learner.state_gib
+    return None if gib is None else int(gib * 2**30) * (2 if uses_cuda(cfg) else 1)
+
+
 class Progress(TrainingCallback):
     """What SkyRL's tracker gets, also in metrics.jsonl; evaluations also on the screen."""
 
@@ -276,6 +291,7 @@ class ThunderSyncExperiment(BasePPOExp):
             inference_engine_client=inference_engine_client,
             tokenizer=tokenizer,
             policy_model_name=resolve_policy_model_name(cfg),
+            outcomes=Outcomes(cfg.thundersync.outcomes),
         )
 
     def get_trainer(

@@ -7,7 +7,6 @@ ranks must call once a batch (DESIGN: one synchronous step per update, PAPER.md 
 from __future__ import annotations
 
 import resource
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,20 +15,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from skyrl_thundersync.learner import attention
 from skyrl_thundersync.learner.accumulate import Accumulator, contiguous_layout, trainable
 from skyrl_thundersync.learner.cut_state import layer_kinds
 from skyrl_thundersync.learner.fixed_point import MOST_RANKS
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import SegmentModel
-from skyrl_thundersync.learner.sweep import Forest, Tally
+from skyrl_thundersync.learner.state_budget import StateBudget, StreamMover
+from skyrl_thundersync.learner.student import checksum, cut_gap, load_student, save_student, stock_logps
+from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, route
 from skyrl_thundersync.objectives import OBJECTIVES
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Work, WorkDone
-
-STOCK_ATTENTION = "sdpa"
 
 
 class LearnerSettings(Protocol):
@@ -40,6 +38,7 @@ class LearnerSettings(Protocol):
     offload_optimizer: bool
     block_tokens: int
     retain_gib: float
+    state_gib: float | None
     accumulator: str
     threads: int
 
@@ -105,14 +104,14 @@ class LearnerRank:
                 trainable(self.model), learner.zero_stage, learner.offload_optimizer, learner.dtype, spec.optimizer
             )
         layout = self.optimizer.layout if self.optimizer else contiguous_layout(trainable(self.model))
-        self.segments = SegmentModel(self._causal_lm)
+        self.segments = SegmentModel(self._causal_lm, _states(learner.state_gib, spec.device))
         budget = GraphBudget(self.segments, int(learner.retain_gib * 2**30))
         self.accumulator = Accumulator(layout, exact)
         objective = OBJECTIVES[spec.objective](**spec.objective_settings)
         self.forest = Forest(self.segments, objective, learner.block_tokens, budget, self.accumulator)
-        self.cut_gap = self._probe()
+        self.cut_gap = cut_gap(self.segments, self._causal_lm, spec)
         self._begin_batch()
-        self._published = self._checksum()
+        self._published = checksum(self.model)
         self.busy_seconds = 0.0
 
     @property
@@ -128,11 +127,16 @@ class LearnerRank:
         closing = {work.trajectory for work in works if isinstance(work, CloseTrajectory)}
         if self.forest.exact:
             closing = set()  # the same segments whatever comes together
-        return [self._run(work, closing) for work in works]
+        done = []
+        for work, following in zip(works, [*works[1:], None], strict=True):
+            if following is not None:
+                self.forest.expect(following)
+            done.append(self._run(work, closing))
+        return done
 
     def _run(self, work: Work, closing: set) -> WorkDone:
-        start = time.perf_counter()
-        name = _name(work)
+        start, states = time.perf_counter(), self.segments.states
+        name, moved = _name(work), states.moved
         try:
             if isinstance(work, Append):
                 self._check_version(work)
@@ -144,10 +148,21 @@ class LearnerRank:
         except OverflowError as error:
             raise OverflowError(f"{name}: {error}") from error
         self.accumulator.check(name)
+        states.trim()
         self.n_scored += tally.n_scored
         seconds = time.perf_counter() - start
         self.busy_seconds += seconds
-        return _done(start, seconds, tally)
+        return WorkDone(
+            seconds,
+            tally.n_scored,
+            tally.sum_kl,
+            tally.sum_logp_gap,
+            tally.max_logp_gap,
+            tuple(tally.gap_counts.items()),
+            start,
+            states.held,
+            states.moved - moved,
+        )
 
     def _check_version(self, work: Append) -> None:
         version = work.source.policy_version
@@ -188,7 +203,7 @@ class LearnerRank:
         if n_scored:
             divisor = n_scored if self.forest.objective.divides_by_tokens else 1
             result = self.optimizer.step(self.accumulator, divisor)
-            self._published = self._checksum()
+            self._published = checksum(self.model)
         self._begin_batch()
         return {"n_scored": n_scored, "stepped": n_scored > 0, **result}
 
@@ -203,38 +218,21 @@ class LearnerRank:
 
     def logps(self, ids: list[int]) -> list[float]:
         """log π_θ of ids[1:], each given all before it; by one plain forward with stock attention, not the cut path."""
-        with torch.no_grad(), _stock_attention(self._causal_lm), self.segments.precision():
-            ids_1n = torch.tensor([ids], device=self.segments.device)
-            logits_nV = self._causal_lm(input_ids=ids_1n, use_cache=False).logits[0, :-1]
-        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        return torch.log_softmax(logits_nV, -1).gather(-1, ids_1n[0, 1:, None])[:, 0].tolist()
+        return stock_logps(self._causal_lm, self.segments.precision, ids)
 
     def save_weights(self, folder: str) -> None:
         """Write the student (or, with LoRA, the PEFT adapter) as safetensors with the tokenizer's files; atomic.
 
         No collective: one rank writes. Whatever `folder` held before is replaced.
         """
-        target = Path(folder)
-        part, old = target.with_name(target.name + ".part"), target.with_name(target.name + ".old")
-        for leftover in (part, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        part.mkdir(parents=True)
-        self.model.save_pretrained(part)
-        for file in sorted(Path(self.spec.model_path).iterdir()):
-            weights = file.suffix in (".safetensors", ".bin", ".gguf") or file.name.endswith(".index.json")
-            if file.is_file() and not weights and not (part / file.name).exists() and not self.spec.lora:
-                shutil.copy2(file, part / file.name)
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        save_student(self.model, self.spec, Path(folder))
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """This rank's accumulated, unnormalised gradient by parameter name, as copies on the host."""
         return self.accumulator.gradient()
 
     def stats(self) -> dict:
-        """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (see `_probe`)."""
+        """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (learner/student.py)."""
         cuda = self.segments.device.type == "cuda"
         return {
             "busy_seconds": self.busy_seconds,
@@ -245,87 +243,12 @@ class LearnerRank:
 
     def require_frozen(self) -> None:
         """Raises RuntimeError when parameters changed since the last step: they are constant between publications."""
-        if self._checksum() != self._published:
+        if checksum(self.model) != self._published:
             raise RuntimeError(f"learner rank {self.spec.rank}: parameters changed between two publications")
 
     def parameters_replaced(self) -> None:
         """All of them were set from a checkpoint: what comes next is a publication of these."""
-        self._published = self._checksum()
-
-    def _checksum(self) -> tuple[int, ...]:
-        """One integer per trainable parameter, of its bits: any single changed element changes it."""
-        words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-        sums = [p.detach().view(words[p.element_size()]).sum(dtype=torch.int64) for _, p in trainable(self.model)]
-        return tuple(torch.stack(sums).tolist())
-
-    def _probe(self) -> float:
-        """Largest log-prob difference between the cut path and stock attention on fixed tokens.
-
-        Raises NotImplementedError when it is beyond rounding: this model does something in between that the cut misses.
-        """
-        n, rows = 48, self.segments.rows
-        ids = [(7 + 31 * i * i) % rows for i in range(n)]
-        parent, cut = None, []
-        for a, b in ((0, 17), (17, 18), (18, n - 1)):
-            segment = self.segments.segment(parent, ids[a:b], None)
-            hidden = self.segments.forward(segment, grad=False).hidden
-            with torch.no_grad():
-                logits = self._causal_lm.get_output_embeddings()(hidden[0]).double()
-            cut += (
-                torch.log_softmax(logits, -1)
-                .gather(-1, torch.tensor(ids[a + 1 : b + 1])[:, None].to(logits.device))[:, 0]
-                .tolist()
-            )
-            parent = segment
-        gap = max(abs(a - b) for a, b in zip(cut, self.logps(ids), strict=True))
-        limit = {"float64": 1e-9, "float32": 1e-2}.get(self.spec.learner.dtype, 1.0)
-        if not gap <= limit:
-            raise NotImplementedError(
-                f"student {self.spec.model_path}: log-probs through cut states differ from the model's own by {gap:.3g} "
-                f"(limit {limit}); this model cannot be cut into segments exactly"
-            )
-        return gap
-
-
-def load_student(spec: RankSpec) -> torch.nn.Module:
-    """The student in eval mode with cut attention; with LoRA the adapter alone is trainable."""
-    dtype = getattr(torch, spec.learner.dtype, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(
-            f"thundersync.learner.dtype={spec.learner.dtype!r}; known are bfloat16, float32 (float64 in tests)"
-        )
-    # grouped expert kernels take no FP64
-    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.model_path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, **experts
-    )
-    model = model.to(spec.device).eval()
-    if spec.lora is None:
-        return model.requires_grad_(True)
-    from peft import LoraConfig, get_peft_model  # slow to import, and only adapters need it
-
-    torch.manual_seed(0)  # every rank starts from the same adapter
-    config = LoraConfig(
-        r=spec.lora.rank,
-        lora_alpha=spec.lora.alpha,
-        lora_dropout=0.0,
-        target_modules=spec.lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, config, autocast_adapter_dtype=False).eval()
-
-
-class _stock_attention:
-    """Within it the model attends as Transformers ships it."""
-
-    def __init__(self, causal_lm: torch.nn.Module):
-        self.causal_lm = causal_lm
-
-    def __enter__(self):
-        self.causal_lm.set_attn_implementation(STOCK_ATTENTION)
-
-    def __exit__(self, *_):
-        self.causal_lm.set_attn_implementation(attention.NAME)
+        self._published = checksum(self.model)
 
 
 def _name(work: Work) -> str:
@@ -338,6 +261,6 @@ def _name(work: Work) -> str:
     raise TypeError(f"not a work item: {work!r}")
 
 
-def _done(started: float, seconds: float, tally: Tally) -> WorkDone:
-    counts = tuple(tally.gap_counts.items())
-    return WorkDone(seconds, tally.n_scored, tally.sum_kl, tally.sum_logp_gap, tally.max_logp_gap, counts, started)
+def _states(gib: float | None, device: str) -> StateBudget:
+    mover = StreamMover(torch.device(device, torch.cuda.current_device())) if device == "cuda" else None
+    return StateBudget(None if gib is None else int(gib * 2**30), mover)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_thundersync.learner.segments import Graph, Segment, SegmentModel
+from skyrl_thundersync.learner.states import Adjoint
 
 PROBE = 64
 """Tokens in each of the two measured graphs: one chunk of the gated-delta rule."""
@@ -51,6 +52,12 @@ class GraphBudget:
         segment.graph = None
         self.kept.pop(segment, None)
 
+    def drop_readers(self, states: Adjoint) -> None:
+        """Drop the graphs that read `states`: a graph would keep them where they are."""
+        for segment in list(self.kept):
+            if segment.parent is not None and states in segment.parent.states():
+                self.drop(segment)
+
     def clear(self) -> None:
         for segment in list(self.kept):
             self.drop(segment)
@@ -59,7 +66,8 @@ class GraphBudget:
 def graph_bytes(model: SegmentModel, segment: Segment) -> int:
     """Bytes that one forward of `segment` keeps for its backward, beside parameters and earlier states."""
     known = {p.untyped_storage().data_ptr() for p in model.body.parameters()}
-    known |= {t.untyped_storage().data_ptr() for node in segment.path()[:-1] for pair in node.state for t in pair}
+    earlier = [t for held in segment.states() for pair in held.state for t in pair if t is not None]
+    known |= {t.untyped_storage().data_ptr() for t in earlier}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from skyrl_thundersync.learner.attention import Past, attending
 from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds
 from skyrl_thundersync.learner.fixed_point import from_fixed
 from skyrl_thundersync.learner.precision import all_double
+from skyrl_thundersync.learner.state_budget import StateBudget
 from skyrl_thundersync.learner.states import SPAN, Adjoint, Chunk
 
 
@@ -54,9 +55,9 @@ class Graph:
 class Segment:
     """A node of the tree. `start`: inputs before it on its path; `ids_1n`: its inputs, int64 [1, n].
 
-    `shared`: part of a group's prompt. `exact`: adjoints are summed in fixed point. Once forwarded: `state` holds per layer
-    two detached tensors; K and V are `rows` of `chunk`, whose adjoint is theirs too. `adjoint`: that of the other layers'
-    states. `graph`: kept from arrival where the budget allows.
+    `shared`: part of a group's prompt. `exact`: adjoints are summed in fixed point. Once forwarded: K and V are `rows` of
+    `chunk`, whose adjoint is theirs too; `adjoint` holds the other layers' states and their adjoint. `graph`: kept from
+    arrival where the budget allows.
     """
 
     parent: Segment | None
@@ -65,7 +66,6 @@ class Segment:
     scored: Scored | None
     shared: bool = False
     exact: bool = False
-    state: list[list[torch.Tensor]] | None = None
     chunk: Chunk | None = None
     rows: slice = slice(0)
     adjoint: Adjoint | None = None
@@ -93,15 +93,25 @@ class Segment:
         return found
 
     @property
+    def run(self) -> bool:
+        """Whether it was forwarded, so that it has a state."""
+        return self.chunk is not None
+
+    def states(self) -> list[Adjoint]:
+        """The states and adjoints on its path, its own included where it has them, root first."""
+        nodes = [node for node in self.path() if node.run]
+        return list(dict.fromkeys(held for node in nodes for held in (node.chunk.adjoint, node.adjoint)))
+
+    @property
     def has_adjoint(self) -> bool:
-        return self.state is not None and max(self.chunk.adjoint.covered - self.rows.start, self.adjoint.covered) > 0
+        return self.run and max(self.chunk.adjoint.covered - self.rows.start, self.adjoint.covered) > 0
 
     def free(self) -> None:
         """Let go of everything but the tokens."""
-        self.state = self.chunk = self.adjoint = self.graph = self.scored = None
+        self.chunk = self.adjoint = self.graph = self.scored = None
 
     def cotangents(self, own: list[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter."""
+        """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter; all on the device."""
         if not self.has_adjoint:
             return
         for layer, pair in enumerate(own):
@@ -117,11 +127,13 @@ class SegmentModel:
 
     Args:
         causal_lm: a Transformers causal LM whose attention implementation is `attention.NAME`, in eval mode.
+        states: where cut states and adjoints lie; by default all on the model's device.
 
     Raises NotImplementedError (from `layer_kinds`) for models whose segments cannot be cut exactly.
     """
 
-    def __init__(self, causal_lm: torch.nn.Module):
+    def __init__(self, causal_lm: torch.nn.Module, states: StateBudget | None = None):
+        self.states = states or StateBudget()
         self.kinds = layer_kinds(causal_lm.config)
         self.body = getattr(causal_lm, causal_lm.base_model_prefix)
         self.head = causal_lm.get_output_embeddings()
@@ -144,6 +156,7 @@ class SegmentModel:
 
     def forward(self, segment: Segment, grad: bool) -> Graph:
         """Run one segment on its ancestors' states; with `grad`, as a graph that ends at detached leaves of them."""
+        self.states.bring(segment.states())
         past, pasts, leaves = segment.past(), {}, []
         for layer, kind in enumerate(self.kinds):
             if not past:
@@ -157,7 +170,7 @@ class SegmentModel:
                 ]
                 leaves.append([t.requires_grad_(grad) for t in joined])
             else:
-                leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.state[layer]])
+                leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.adjoint.state[layer]])
         cache = cut_cache(self.kinds, segment.start, leaves)
         positions = torch.arange(segment.start, segment.end, device=self.device)[None]
         with torch.set_grad_enabled(grad), attending(pasts), self.precision():
@@ -165,7 +178,7 @@ class SegmentModel:
                 input_ids=segment.ids_1n, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state
         own = [layer.own for layer in cache.layers]
-        if segment.state is None:
+        if not segment.run:
             self._keep(segment, [[t.detach() for t in pair] for pair in own])
         return Graph(hidden, own, leaves)
 
@@ -176,15 +189,13 @@ class SegmentModel:
         chunk = parent.chunk if parent and parent.shared == segment.shared else None
         if chunk is None or chunk.used != parent.rows.stop or chunk.used + n > chunk.capacity:
             chunk = Chunk(rowed, max(n, min(SPAN, max(2 * n, segment.start))), segment.exact)
+            self.states.add(chunk.adjoint)
         segment.chunk, segment.rows = chunk, chunk.append(rowed, n)
         # a clone keeps no larger tensor alive behind a view
         others = [[None, None] if kind != GATED_DELTA else [t.clone() for t in pair] for kind, pair in
                   zip(self.kinds, own, strict=True)]  # fmt: skip
         segment.adjoint = Adjoint(others, segment.exact)
-        segment.state = [
-            [t[..., segment.rows, :] for t in chunk.buffers[layer]] if kind != GATED_DELTA else others[layer]
-            for layer, kind in enumerate(self.kinds)
-        ]
+        self.states.add(segment.adjoint)
 
     def logp(self, hidden: torch.Tensor, scored: Scored) -> torch.Tensor:
         """log π_θ of the scored tokens: [T], FP32 at least, differentiable."""

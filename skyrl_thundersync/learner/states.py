@@ -7,7 +7,7 @@ call's backward returns is added in place to one adjoint of the same layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ def empty_sums(layers: int) -> Sums:
 
 
 class Adjoint:
-    """Gradient of the objective with respect to some state tensors, so far.
+    """Some state tensors and the gradient of the objective with respect to them, so far; they lie in one place.
 
     Args:
         state: per layer two tensors or None; their shapes are those of the sums, FP32 or the state's wider dtype.
@@ -34,11 +34,15 @@ class Adjoint:
 
     Attributes:
         sums: the gradient. covered: how many rows (of dimension -2, tokens for K and V), from the first, it covers.
+        bytes: what states and sums take. on_host: they were moved off the device (learner/state_budget.py).
     """
 
     def __init__(self, state: list[list[torch.Tensor | None]], exact: bool):
         self.state, self.exact = state, exact
         self.sums, self.covered = empty_sums(len(state)), 0
+        self.bytes = sum(t.nbytes for pair in state for t in pair if t is not None)
+        self.on_host = False
+        self._all = [state, self.sums]
         self._targets: list[tuple[Sums, float]] = [(self.sums, 1.0)]
 
     def deposit(self, layer: int, part: int, gradient: torch.Tensor) -> None:
@@ -54,7 +58,20 @@ class Adjoint:
                 state = self.state[layer][part]
                 dtype = torch.int64 if self.exact else torch.promote_types(state.dtype, torch.float32)
                 total = sums[layer][part] = torch.zeros(state.shape, dtype=dtype, device=state.device)
+                self.bytes += total.nbytes
             total[..., :rows, :].add_(gradient, alpha=1 if self.exact else factor)
+
+    def beside(self) -> Sums:
+        """Further sums, for `collecting`, that lie where these do."""
+        self._all.append(empty_sums(len(self.state)))
+        return self._all[-1]
+
+    def move(self, move: Callable[[list[torch.Tensor]], list[torch.Tensor]], to_host: bool) -> None:
+        """Replace every tensor by what `move` makes of it."""
+        places = [(pair, part) for sums in self._all for pair in sums for part in (0, 1) if pair[part] is not None]
+        for (pair, part), moved in zip(places, move([pair[part] for pair, part in places]), strict=True):
+            pair[part] = moved
+        self.on_host = to_host
 
     @contextmanager
     def collecting(self, targets: list[tuple[Sums, float]]) -> Iterator[None]:

@@ -14,7 +14,6 @@ import torch
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.segments import Segment
-from skyrl_thundersync.learner.states import empty_sums
 
 
 class GroupStatistics:
@@ -25,7 +24,7 @@ class GroupStatistics:
         self.g1, self.g2 = torch.zeros_like(accumulator.flat), torch.zeros_like(accumulator.flat)
         chunks = {id(node.chunk): node.chunk for node in prompt}.values()
         self._prompt = [
-            (adjoint, empty_sums(len(adjoint.sums)), empty_sums(len(adjoint.sums)))
+            (adjoint, adjoint.beside(), adjoint.beside())
             for adjoint in [node.adjoint for node in prompt] + [chunk.adjoint for chunk in chunks]
         ]
 
@@ -40,7 +39,10 @@ class GroupStatistics:
             yield
 
     def close(self, b: float, c: float) -> None:
-        """Add c·(G1 − b·G2) to the batch's gradient and the same of the adjoints to the prompt's; c = 0 adds nothing."""
+        """Add c·(G1 − b·G2) to the batch's gradient and the same of the adjoints to the prompt's; c = 0 adds nothing.
+
+        The prompt's states must be on the device.
+        """
         if c == 0.0:
             return
         self.accumulator.flat.add_(self.g1.sub_(self.g2, alpha=b), alpha=c)

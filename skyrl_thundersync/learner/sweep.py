@@ -8,91 +8,19 @@ Turns wait for each other until a block is worth running. A branch that nothing 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
 
 import torch
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.retain import GraphBudget
-from skyrl_thundersync.learner.segments import Scored, Segment, SegmentModel, pieces
+from skyrl_thundersync.learner.segments import Segment, SegmentModel, pieces
 from skyrl_thundersync.learner.statistics import GroupStatistics
+from skyrl_thundersync.learner.trajectory import Branch, Group, Tally, Trajectory, check_source
 from skyrl_thundersync.objectives import Objective
-from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
 
 SMALLEST_GAP = 2.0**-30
 """Log-prob gaps below this (nats) are counted as this."""
-
-
-@dataclass
-class Tally:
-    """What one work item added to the gradient; fields as in `WorkDone`."""
-
-    n_scored: int = 0
-    sum_kl: float = 0.0
-    sum_logp_gap: float = 0.0
-    max_logp_gap: float = 0.0
-    gap_counts: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass
-class Branch:
-    """A finished or current line of segments: sweep from `tip` up to, not including, `stop` (or the group's prompt)."""
-
-    tip: Segment | None
-    stop: Segment | None
-
-
-@dataclass
-class Trajectory:
-    """One open trajectory. `tokens`: its current path; the lists beside it have one entry per token.
-
-    `leaf`: deepest segment made of it; inputs from `leaf.end` on are pending.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    score: list[float] = field(default_factory=list)
-    sampler: list[float] = field(default_factory=list)
-    source: list[str] = field(default_factory=list)
-    leaf: Segment | None = None
-    finished: list[Branch] = field(default_factory=list)
-    turns: int = 0
-    n_scored: int = 0
-
-    @property
-    def run(self) -> int:
-        """Inputs that already belong to a segment."""
-        return self.leaf.end if self.leaf else 0
-
-    def extend(self, ids, mask, score, sampler, name: str) -> None:
-        self.tokens += ids
-        self.mask += mask
-        self.score += score
-        self.sampler += sampler
-        self.source += [name] * len(ids)
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens, unscored: in the branch where they were scored they stay so."""
-        for values in (self.tokens, self.score, self.sampler, self.source):
-            del values[length:]
-        self.mask = [0] * length
-
-
-@dataclass
-class Group:
-    """One open group: its prompt's tokens and segments (root first), and its samples.
-
-    rewards: of the closed samples, in order of closing. waiting: closed samples whose sweep waits for the group to close.
-    statistics: of the samples that were swept before the group's rewards were known.
-    """
-
-    prompt: tuple[int, ...] | None = None
-    nodes: list[Segment] = field(default_factory=list)
-    open: dict[int, Trajectory] = field(default_factory=dict)
-    rewards: dict[int, float | None] = field(default_factory=dict)
-    waiting: dict[int, Trajectory] = field(default_factory=dict)
-    statistics: GroupStatistics | None = None
 
 
 class Forest:
@@ -118,6 +46,7 @@ class Forest:
         self.model, self.objective, self.block, self.budget = model, objective, block_tokens, budget
         self.accumulator, self.exact = accumulator, accumulator.exact
         self.groups: dict[str, Group] = {}
+        model.states.leaving = budget.drop_readers
 
     def open_names(self) -> list[str]:
         """Trajectories that are open, and groups that are; what finish must not find."""
@@ -128,13 +57,26 @@ class Forest:
         self.groups.clear()
         self.budget.clear()
 
+    def expect(self, work: Work) -> None:
+        """`work` is next: begin to bring back the states that it will read."""
+        group = self.groups.get(group_of(work))
+        if group is None:
+            return
+        if isinstance(work, CloseGroup):
+            leaf = group.nodes[-1] if group.nodes else None
+        else:
+            sample = (work.source.trajectory if isinstance(work, Append) else work.trajectory).sample
+            leaf = group.open[sample].leaf if sample in group.open else None
+        if leaf is not None:
+            self.model.states.expect(leaf.states())
+
     def append(self, work: Append, closing: bool) -> Tally:
         """Add a source's tokens; run what is worth running, unless the trajectory is `closing` within this call.
 
         Raises ValueError naming the source for tokens, scores or an order that cannot be right.
         """
         source, tally = work.source, Tally()
-        self._check(work)
+        check_source(work, self.model.rows, self.objective.needs_teacher)
         group = self.groups.setdefault(source.trajectory.group, Group())
         if source.trajectory.sample in group.rewards:
             raise ValueError(f"source {source.name}: trajectory {source.trajectory} is closed already")
@@ -150,7 +92,7 @@ class Forest:
                 f"source {source.name}: repeats {source.prefix} tokens, but its trajectory has {len(trajectory.tokens)}"
             )
         if trajectory.turns == 0:
-            self._start(group, trajectory, source)
+            self._start(group, trajectory, source, tally)
         elif source.prefix < len(trajectory.tokens):
             self._branch(trajectory, source)
             if not self.objective.needs_group:
@@ -165,7 +107,7 @@ class Forest:
         waiting = len(trajectory.tokens) - 1 - trajectory.run
         if not closing and waiting >= max(self.block, 1):
             self._make(trajectory, len(trajectory.tokens) - 1)
-            self._run_path(trajectory.leaf.path())
+            self._run_path(trajectory.leaf.path(), tally)
         return tally
 
     def close_trajectory(self, work: CloseTrajectory) -> Tally:
@@ -212,6 +154,7 @@ class Forest:
             raise ValueError(f"group {work.group} cannot close: open trajectories {still}")
         rewards = [group.rewards[sample] for sample in sorted(group.rewards)]
         if group.statistics is not None:
+            self.model.states.bring(group.nodes[-1].states() if group.nodes else [])
             group.statistics.close(*self.objective.affine(rewards))
         if group.waiting:
             weight_of = dict(zip(sorted(group.rewards), self.objective.weights(rewards), strict=True))
@@ -222,23 +165,7 @@ class Forest:
         self.groups.pop(work.group, None)
         return tally
 
-    def _check(self, work: Append) -> None:
-        source = work.source
-        for ids in (source.context_ids, source.action_ids):
-            if ids and not 0 <= min(ids) <= max(ids) < self.model.rows:
-                bad = next(i for i in ids if not 0 <= i < self.model.rows)
-                raise ValueError(
-                    f"source {source.name}: token id {bad} is outside the student's {self.model.rows} embedding rows; "
-                    f"rollouts must use the student's own tokenizer"
-                )
-        if self.objective.needs_teacher:
-            if work.scores is None or len(work.scores) != len(source.action_ids):
-                got = "none" if work.scores is None else len(work.scores)
-                raise ValueError(f"source {source.name}: {len(source.action_ids)} teacher scores wanted, got {got}")
-            _finite(source, work.scores, "teacher score")
-        _finite(source, source.sampler_logps, "sampler log-prob")
-
-    def _start(self, group: Group, trajectory: Trajectory, source: Source) -> None:
+    def _start(self, group: Group, trajectory: Trajectory, source: Source, tally: Tally) -> None:
         """Turn 0: its context is the group's prompt, forwarded here when this is the group's first source."""
         ids = source.context_ids
         if not ids:
@@ -250,7 +177,7 @@ class Forest:
             for part in pieces(len(ids) - 1, self.block):
                 parent = self.model.segment(parent, list(ids[part]), None, shared=True, exact=self.exact)
                 group.nodes.append(parent)
-                self._run_path([parent])
+                self._run_path([parent], tally)
         shared = next((i for i, (a, b) in enumerate(zip(group.prompt, ids, strict=False)) if a != b), None)
         shared = min(len(group.prompt), len(ids)) if shared is None else shared
         for node in group.nodes:
@@ -267,7 +194,7 @@ class Forest:
         attach = trajectory.leaf
         while attach is not None and attach.end > end:
             attach = attach.parent
-        self._make(trajectory, self._last_scored(trajectory))
+        self._make(trajectory, trajectory.last_scored())
         if trajectory.leaf is not attach:
             trajectory.finished.append(Branch(trajectory.leaf, attach))
         trajectory.leaf = attach
@@ -275,50 +202,31 @@ class Forest:
 
     def _finish_path(self, trajectory: Trajectory) -> None:
         """Nothing can follow: what is pending after the last scored token's predictor need not run at all."""
-        self._make(trajectory, self._last_scored(trajectory))
+        self._make(trajectory, trajectory.last_scored())
         trajectory.finished.append(Branch(trajectory.leaf, None))
         trajectory.leaf = None
         trajectory.cut(0)
-
-    @staticmethod
-    def _last_scored(trajectory: Trajectory) -> int:
-        """How many inputs the last pending scored token needs."""
-        for index in range(len(trajectory.tokens) - 1, trajectory.run, -1):
-            if trajectory.mask[index]:
-                return index
-        return trajectory.run
 
     def _make(self, trajectory: Trajectory, end: int) -> None:
         """Turn the pending inputs before `end` into unrun segments below the leaf."""
         start = trajectory.run
         for part in pieces(max(0, end - start), self.budget.piece(self.block)):
             a, b = start + part.start, start + part.stop
-            scored = self._scored(trajectory, a, b)
+            scored = trajectory.scored(a, b, self.objective.needs_teacher, self.model.device)
             trajectory.leaf = self.model.segment(trajectory.leaf, trajectory.tokens[a:b], scored)
 
-    def _scored(self, t: Trajectory, a: int, b: int) -> Scored | None:
-        at = [i for i in range(a + 1, b + 1) if t.mask[i]]
-        if not at:
-            return None
-        device = self.model.device
-        return Scored(
-            torch.tensor([i - 1 - a for i in at], device=device),
-            torch.tensor([t.tokens[i] for i in at], device=device),
-            torch.tensor([t.score[i] for i in at], dtype=torch.float64, device=device)
-            if self.objective.needs_teacher
-            else None,
-            torch.tensor([t.sampler[i] for i in at], dtype=torch.float64, device=device),
-            [t.source[i] for i in at],
-        )
-
-    def _run_path(self, nodes: list[Segment]) -> None:
+    def _run_path(self, nodes: list[Segment], tally: Tally) -> None:
         """Forward what is unrun of a path, root first, for its state; keep graphs where the budget allows."""
         for segment in nodes:
-            if segment.state is None:
-                keep = self.budget.admits(segment)
-                graph = self.model.forward(segment, grad=keep)
-                if keep:
-                    self.budget.keep(segment, graph)
+            if not segment.run:
+                self.arrive(segment, tally)
+
+    def arrive(self, segment: Segment, tally: Tally) -> None:
+        """A segment's first forward, before its trajectory closes."""
+        keep = self.budget.admits(segment)
+        graph = self.model.forward(segment, grad=keep)
+        if keep:
+            self.budget.keep(segment, graph)
 
     def _sweep_finished(self, group: Group, trajectory: Trajectory, weight: float | None, tally: Tally) -> None:
         """Sweep all finished branches of a trajectory, oldest first: later ones hang nearer the prompt."""
@@ -333,7 +241,7 @@ class Forest:
                     self._free(node)
                 continue
             if chain:
-                self._run_path(branch.tip.path()[:-1])  # the tip's own forward is its sweep's
+                self._run_path(branch.tip.path()[:-1], tally)  # the tip's own forward is its sweep's
             for node in chain:
                 self._backward(node, weight, trajectory.n_scored, tally)
         trajectory.finished.clear()
@@ -341,10 +249,11 @@ class Forest:
     def _backward(self, segment: Segment, weight: float | None, n_scored: int, tally: Tally) -> None:
         """One backward of a segment: its own loss and the adjoints of its state together; then free it."""
         if segment.scored is not None or segment.has_adjoint:
+            self.model.states.bring(segment.states())
             graph = segment.graph or self.model.forward(segment, grad=True)
             outputs, cotangents = [], []
             if segment.scored is not None:
-                outputs.append(self._loss(segment, graph.hidden, weight, n_scored, tally))
+                outputs.append(self.loss(segment, graph.hidden, weight, n_scored, tally))
                 cotangents.append(None)
             for state, cotangent in segment.cotangents(graph.own):
                 outputs.append(state)
@@ -354,7 +263,13 @@ class Forest:
                 self.model.deposit_leaves(segment, graph)
         self._free(segment)
 
-    def _loss(self, segment: Segment, hidden, weight: float | None, n_scored: int, tally: Tally) -> torch.Tensor:
+    def loss(self, segment: Segment, hidden, weight: float | None, n_scored: int, tally: Tally) -> torch.Tensor:
+        """The objective's scalar over a segment's scored tokens, counted in `tally`.
+
+        hidden: [1, n, d]. weight, n_scored: its trajectory's, for group objectives.
+
+        Raises FloatingPointError naming the source whose log-prob is not finite.
+        """
         scored = segment.scored
         logp_T = self.model.logp(hidden, scored)
         detached_T = logp_T.detach().double()
@@ -377,9 +292,3 @@ class Forest:
     def _free(self, segment: Segment) -> None:
         self.budget.drop(segment)
         segment.free()
-
-
-def _finite(source: Source, values, what: str) -> None:
-    for index, (value, scored) in enumerate(zip(values, source.mask, strict=True)):
-        if scored and not math.isfinite(value):
-            raise FloatingPointError(f"source {source.name}: {what} of action token {index} is {value}")

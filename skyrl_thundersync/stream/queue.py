@@ -7,7 +7,9 @@ and a group's work stays on one rank.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 from skyrl_thundersync.stream.admission import Admission
 from skyrl_thundersync.stream.sources import Work
@@ -18,12 +20,20 @@ class ReadyQueue:
 
     Args:
         ranks: learner ranks.
-        cap: groups that may hold state on a rank at once (stream/admission.py); None: any number.
+        cap, state_bytes: how many groups may hold state on a rank at once (stream/admission.py); None: any number.
+        now: the clock, in seconds.
     """
 
-    def __init__(self, ranks: int, cap: int | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        cap: int | None = None,
+        state_bytes: int | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._items: list[deque] = [deque() for _ in range(ranks)]
-        self._admission = None if cap is None else [Admission(cap) for _ in range(ranks)]
+        limited = cap is not None or state_bytes is not None
+        self._admission = [Admission(cap, state_bytes, now) for _ in range(ranks)] if limited else None
         self._wake = [asyncio.Event() for _ in range(ranks)]
         self._closed = False
 
@@ -36,10 +46,10 @@ class ReadyQueue:
             self._items[rank].extend(self._admission[rank].offer(work))
         self._wake[rank].set()
 
-    def acknowledged(self, rank: int, work: Work) -> None:
-        """The rank finished `work`, which may make room for a group that waits."""
+    def acknowledged(self, rank: int, work: Work, held_bytes: int = 0) -> None:
+        """The rank finished `work` and now holds `held_bytes` of state: there may be room for a group that waits."""
         if self._admission is not None:
-            self._items[rank].extend(self._admission[rank].acknowledged(work))
+            self._items[rank].extend(self._admission[rank].acknowledged(work, held_bytes))
 
     def close(self) -> None:
         """No work can follow; `take` returns empty lists once its queue is drained."""
@@ -58,6 +68,11 @@ class ReadyQueue:
         """What is ready on `rank` now, at most `most` items, without waiting."""
         items = self._items[rank]
         return [items.popleft() for _ in range(min(most, len(items)))]
+
+    @property
+    def admission_waits(self) -> list[float]:
+        """Seconds that each group which had to wait for admission waited."""
+        return [] if self._admission is None else [s for admission in self._admission for s in admission.waits]
 
     def waiting(self, rank: int) -> int:
         return len(self._items[rank]) + (self._admission[rank].waiting if self._admission else 0)

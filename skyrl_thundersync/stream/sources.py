@@ -124,6 +124,8 @@ class WorkDone:
         sum_logp_gap, max_logp_gap: Σ and maximum of |log π_θ(learner) − log π(sampler)| over those tokens.
         gap_counts: (b, count) pairs: so many of those tokens have a gap in [2^(b/8), 2^((b+1)/8)) nats.
         started: when the rank began with it, seconds of its machine's monotonic clock.
+        held_bytes: cut states and adjoints that the rank holds after it, in device and host memory.
+        moved_bytes: of them, how many moved to host memory or back with it.
     """
 
     seconds: float
@@ -133,3 +135,5 @@ class WorkDone:
     max_logp_gap: float = 0.0
     gap_counts: tuple[tuple[int, int], ...] = ()
     started: float = 0.0
+    held_bytes: int = 0
+    moved_bytes: int = 0

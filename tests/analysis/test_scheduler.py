@@ -72,6 +72,46 @@ def test_a_cap_that_admits_nothing_is_refused():
         Admission(0)
 
 
+@settings(deadline=None)
+@given(st.integers(0, 30), st.integers(0, 2**32))
+def test_under_a_byte_budget_groups_start_only_within_it_and_all_finish(state_bytes, seed):
+    """One byte a token is held from its acknowledgement to its group's close: what starts is then known exactly."""
+    rng, admission = random.Random(seed), Admission(state_bytes=state_bytes)
+    left = {
+        group: [append(group, rng.randrange(1, 5), turn=t) for t in range(rng.randrange(1, 4))] + [CloseGroup(group)]
+        for group in "abcdefg"
+    }
+    queue, done, held, started = [], [], {}, set()
+
+    def enter(works):
+        new = {group_of(w) for w in works} - started
+        alone, spoken_for = not held, sum(held.values()) + sum(tokens(w) for w in queue)
+        for group in [g for g in dict.fromkeys(map(group_of, works)) if g in new]:
+            assert alone or (done and spoken_for < state_bytes)
+            alone, spoken_for = False, spoken_for + sum(tokens(w) for w in works if group_of(w) == group)
+            held[group] = 0
+        started.update(new)
+        queue.extend(works)
+
+    while any(left.values()) or queue or admission.waiting:
+        if queue and rng.random() < 0.5:
+            work = queue.pop(0)
+            done.append(work)
+            held[group_of(work)] += tokens(work)
+            if isinstance(work, CloseGroup):
+                del held[work.group]
+            enter(admission.acknowledged(work, sum(held.values())))
+        elif ready := [group for group, work in left.items() if work]:
+            enter(admission.offer(left[rng.choice(ready)].pop(0)))
+        assert queue or any(left.values()) or not admission.waiting
+    assert started == set("abcdefg") and not held
+    assert len(admission.waits) <= 6 and all(wait >= 0 for wait in admission.waits)
+
+
+def tokens(work) -> int:
+    return len(work.source.context_ids) if isinstance(work, Append) else 0
+
+
 @pytest.mark.parametrize("schedule", ["thundersync", "group", "sync"])
 @pytest.mark.parametrize("cap", [1, 2])
 def test_an_update_under_a_cap_does_all_work_and_never_opens_more_groups_on_a_rank(schedule, cap):
