@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.eager import EagerForest
 from benchmarks.monolithic import FAMILIES, Gradient, batch, distance, gradient, save_model, settings, stock_model
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.states import Adjoint
@@ -39,6 +40,7 @@ POLICIES = {
     "retain, in part": {"block_tokens": 8, "retain_gib": 3e-4},
     "turn by turn": {"block_tokens": 0},
     "trajectory": {"block_tokens": WHOLE, "retain_gib": 1.0},
+    "eager": {"block_tokens": 0, "forest": EagerForest},
 }
 MODELS = {name: (name, {}) for name in FAMILIES} | {"llama, tied head": ("llama", {"tie_word_embeddings": True})}
 QUICK = {"models": ("qwen3", "glm4_moe_lite"), "policies": ("fused", "retain")}
@@ -72,9 +74,12 @@ def bound(dtype: str, own: float) -> float:
 def streamed(folder: str, works: list[Work], objective: str, dtype: str, policy: dict, ranks: int, device: str):
     """Σ over `ranks` learner ranks, each with its share of the groups, of the accumulated gradient."""
     total: Gradient = {}
+    options = {name: value for name, value in policy.items() if name != "forest"}
     for rank in range(ranks):
-        spec = RankSpec(folder, 0, 1, "127.0.0.1", 0, settings(dtype=dtype, **policy), objective, device=device)
+        spec = RankSpec(folder, 0, 1, "127.0.0.1", 0, settings(dtype=dtype, **options), objective, device=device)
         learner = LearnerRank(spec)
+        if "forest" in policy:
+            learner.forest = policy["forest"].of(learner.forest)
         groups = sorted({group_of(w) for w in works})[rank::ranks]
         share = [w for w in works if group_of(w) in groups]
         if policy["block_tokens"] == WHOLE:
@@ -96,7 +101,9 @@ def table(models, policies, dtypes, ranks, device: str, folder: Path, works: lis
         for dtype, objective in itertools.product(dtypes, ("opd", "grpo")):
             true = gradient(stock_model(model, dtype, "float64", device), works, objective)
             own = distance(gradient(stock_model(model, dtype, dtype, device), works, objective), true)
-            for policy, n in [(policy, 1) for policy in policies] + [("fused", n) for n in ranks if n > 1]:
+            # eager needs sources that are complete on arrival
+            able = [policy for policy in policies if policy != "eager" or objective == "opd"]
+            for policy, n in [(policy, 1) for policy in able] + [("fused", n) for n in ranks if n > 1]:
                 ours = streamed(model, works, objective, dtype, POLICIES[policy], n, device)
                 yield Row(name, dtype, policy, objective, n, distance(ours, true), own, bound(dtype, own))
 

@@ -1,0 +1,32 @@
+"""The release policy of the paper's text, to measure the fused one against: a turn's backward on arrival, replayed at close.
+
+Forward F and scored share s: F + s·B before close and F + B after it, where fused takes F and F + B. Its tail is never
+shorter, its total always longer, so it is no option of the learner (docs/design.md, "What runs when").
+"""
+
+from __future__ import annotations
+
+from skyrl_thundersync.learner.segments import Segment
+from skyrl_thundersync.learner.sweep import Forest
+from skyrl_thundersync.learner.trajectory import Tally
+
+
+class EagerForest(Forest):
+    """A forest whose segments add their own loss's gradient on arrival; at close each is run again for its adjoints alone.
+
+    Raises ValueError for objectives that know a source's weight only when its group has closed.
+    """
+
+    @classmethod
+    def of(cls, forest: Forest) -> EagerForest:
+        """The same with nothing open."""
+        if forest.objective.needs_group:
+            raise ValueError("eager release needs an objective whose sources are complete on arrival")
+        return cls(forest.model, forest.objective, forest.block, forest.budget, forest.accumulator)
+
+    def arrive(self, segment: Segment, tally: Tally) -> None:
+        graph = self.model.forward(segment, grad=True)
+        if segment.scored is not None:
+            self.loss(segment, graph.hidden, None, 0, tally).backward()
+            self.model.deposit_leaves(segment, graph)
+            segment.scored = None
