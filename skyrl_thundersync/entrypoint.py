@@ -78,11 +78,13 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
     from skyrl_thundersync.metrics import MetricsFile
     from skyrl_thundersync.rollout import terminal_env
+    from skyrl_thundersync.rollout.outcomes import Outcomes
     from skyrl_thundersync.sandbox.pool import SandboxPool
 
     (run_dir / "config.yaml").write_text(get_config_as_yaml_str(cfg), encoding="utf-8")
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
+    display.say(f"[dim]outcomes: {Outcomes(ts.outcomes)}[/dim]")
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     timeline.open_log(run_dir)
     with (
@@ -92,7 +94,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     ):
         # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
         signal.signal(signal.SIGTERM, _preempt)
-        terminal_env.configure(pool, ts.sandbox)
+        terminal_env.configure(pool, ts.sandbox, crash_stops=ts.outcomes.crash == "stop")
         terminal_env.register_terminal_env()
         experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
         cluster.start(experiment.tokenizer)

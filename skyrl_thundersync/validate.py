@@ -79,7 +79,8 @@ def _outcome(name: str) -> Rule:
         f"thundersync.outcomes.{name}",
         lambda got, cfg: got in outcomes.allowed(name, cfg.thundersync.objective),
         outcomes.WHY[name],
-        f"Set it to one of {', '.join(outcomes.ALLOWED[name])}" + " (masked: GRPO only)" * ("masked" in outcomes.ALLOWED[name]),
+        f"Set it to one of {', '.join(outcomes.ALLOWED[name])}"
+        + " (masked: GRPO only)" * ("masked" in outcomes.ALLOWED[name]),
     )
 
 

@@ -26,7 +26,15 @@ from skyrl_gym.envs.registration import registry
 from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
 from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action
-from skyrl_thundersync.sandbox.base import WORKSPACE, CommandResult, Sandbox, SandboxLost, checked_path
+from skyrl_thundersync.sandbox.base import (
+    WORKSPACE,
+    CommandResult,
+    Sandbox,
+    SandboxError,
+    SandboxLost,
+    StartError,
+    checked_path,
+)
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 if TYPE_CHECKING:  # it imports all of SkyRL
@@ -52,6 +60,7 @@ _REWARD = re.compile(r"reward=(\S+)")
 
 _pool: SandboxPool | None = None
 _config: SandboxConfig | None = None
+_crash_stops = True
 
 
 class TaskError(ValueError):
@@ -63,10 +72,13 @@ class TaskError(ValueError):
         self.field = field
 
 
-def configure(pool: SandboxPool, config: SandboxConfig) -> None:
-    """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout."""
-    global _pool, _config
-    _pool, _config = pool, config
+def configure(pool: SandboxPool, config: SandboxConfig, crash_stops: bool = True) -> None:
+    """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout.
+
+    `crash_stops`: machinery that fails during an episode raises; else the episode ends there, and its metrics say so.
+    """
+    global _pool, _config, _crash_stops
+    _pool, _config, _crash_stops = pool, config, crash_stops
 
 
 def register_terminal_env() -> None:
@@ -135,6 +147,8 @@ class TerminalEnv(BaseTextEnv):
         self._tool_seconds = 0.0
         self._timed_out = 0
         self._lost = False
+        self._crashed = False
+        self._out_of_time = False
         self._start_seconds = 0.0
         self._started_ahead = False
         self._pool.expect(self._image, self._workdir != WORKSPACE)
@@ -144,23 +158,28 @@ class TerminalEnv(BaseTextEnv):
 
         Raises:
             TaskError: the files cannot be put there.
-            SandboxError: there is no sandbox to be had.
+            StartError: there is no sandbox to be had.
         """
         self._deadline = time.monotonic() + self._agent_timeout_s
         asked = time.monotonic()
-        self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
-        self._start_seconds = time.monotonic() - asked
-        self._started_ahead = self._sandbox.started_ahead
         try:
+            self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
+            self._start_seconds = time.monotonic() - asked
+            self._started_ahead = self._sandbox.started_ahead
             self._sandbox.write_files(self._files)
             self._enter_workdir(self._sandbox)
             self._run_first(self._sandbox, "setup", self._setup)
-        except ValueError as error:
-            self.close()
-            raise TaskError(self.task_id, "files", str(error)) from error
         except TaskError:
             self.close()
             raise
+        except ValueError as error:
+            self.close()
+            raise TaskError(self.task_id, "files", str(error)) from error
+        except SandboxError as error:
+            self.close()
+            if self._pool.closed:
+                raise
+            raise StartError(f"task {self.task_id!r}: {error}") from error
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -168,7 +187,7 @@ class TerminalEnv(BaseTextEnv):
 
         Raises:
             TaskError: the checker printed a reward that is not a finite number.
-            SandboxError: the machinery failed.
+            SandboxError: the machinery failed, where `configure` said that this is the end.
         """
         if self._sandbox is None or self._done:
             raise RuntimeError(f"task {self.task_id!r}: step() needs init() before it and no step after the last")
@@ -190,17 +209,19 @@ class TerminalEnv(BaseTextEnv):
             ended = time.monotonic()
             timeline.add("tools", "command", started, ended, task=self.task_id)
             self._tool_seconds += ended - started
-            self._done = submitted or self.turns >= self.max_turns or time.monotonic() > self._deadline
+            self._out_of_time = time.monotonic() > self._deadline and not submitted
+            self._done = submitted or self.turns >= self.max_turns or self._out_of_time
             if self._done:
                 self._reward = self._grade(self._sandbox)
                 timeline.add("tools", "checker", ended, time.monotonic(), task=self.task_id)
-        except SandboxLost as error:
-            # The agent made its own sandbox unusable: its episode ends without reward, the run goes on. When the pool
-            # is closing, the run is over and so is this.
-            if self._pool.closed:
+        except SandboxError as error:
+            # A sandbox is lost when the agent made it unusable: its episode ends without reward, the run goes on. When the
+            # pool is closing, the run is over and so is this.
+            self._lost = isinstance(error, SandboxLost)
+            self._crashed = not self._lost
+            if self._pool.closed or (self._crashed and _crash_stops):
                 raise
             logger.warning("task %r, turn %d: %s", self.task_id, self.turns, error)
-            self._lost = True
             self._done, observation = True, f"[the sandbox was lost: {error}]"
         observations = [] if observation is None else [{"role": "user", "content": observation}]
         return BaseTextEnvStepOutput(
@@ -219,7 +240,8 @@ class TerminalEnv(BaseTextEnv):
     def get_metrics(self) -> dict[str, Any]:
         """Turns taken, 1.0 where the full (official) reward was earned, seconds in tools (latency included), commands
         timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward, seconds that the sandbox
-        was waited for and 1.0 where it had been started ahead."""
+        was waited for and 1.0 where it had been started ahead. For `outcomes`: 1.0 where the episode came to an end in here
+        (0.0: the host ran out of context), where its time ran out, and where the machinery failed."""
         return {
             "turns": self.turns,
             "solved": float(self._solved),
@@ -227,6 +249,9 @@ class TerminalEnv(BaseTextEnv):
             "commands_timed_out": self._timed_out,
             "sandbox_lost": float(self._lost),
             "verifier_failed": float(self._verifier_failed),
+            "finished": float(self._done),
+            "agent_timed_out": float(self._out_of_time),
+            "crashed": float(self._crashed),
             "sandbox_start_seconds": self._start_seconds,
             "sandbox_started_ahead": float(self._started_ahead),
         }

@@ -32,6 +32,10 @@ class SandboxLost(SandboxError):
     """This one sandbox had to be given up, files included; others are not affected."""
 
 
+class StartError(SandboxError):
+    """A trajectory's sandbox did not come up, or its files did not get there: before anything was sampled."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one sandbox may use, the same for every backend."""

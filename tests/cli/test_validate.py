@@ -76,6 +76,13 @@ BAD = {
     "thundersync.teacher.replicas": 0,
     "thundersync.teacher.request_timeout_s": 0.0,
     "thundersync.teacher.max_retries": -1,
+    "thundersync.outcomes.start_failed": "masked",
+    "thundersync.outcomes.timeout": "retried",
+    "thundersync.outcomes.context_overflow": "trained",
+    "thundersync.outcomes.sandbox_lost": "masked",  # the objective is OPD
+    "thundersync.outcomes.verifier_failed": "trained",
+    "thundersync.outcomes.crash": "ignored",
+    "thundersync.outcomes.retries": -1,
     "thundersync.sandbox.command_timeout_s": 0.0,
     "thundersync.sandbox.output_limit_bytes": 1,
     "thundersync.sandbox.latency_s": -1.0,

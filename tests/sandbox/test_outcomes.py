@@ -1,0 +1,192 @@
+"""Trajectories that do not come to their own end, through SkyRL's agent loop and real sandboxes: what the learner is told."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TRAINING_PHASE_TRAIN, TrajectoryID
+
+from skyrl_thundersync.config import OutcomesConfig, SandboxConfig, TrainConfig
+from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
+from skyrl_thundersync.hosts.skyrl import StreamingGenerator
+from skyrl_thundersync.rollout import terminal_env
+from skyrl_thundersync.rollout.hook import TurnHook
+from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed
+from skyrl_thundersync.sandbox.base import SandboxError, StartError
+from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.sandbox.shell import ShellSandbox
+from skyrl_thundersync.stream.ledger import Ledger
+from skyrl_thundersync.stream.sources import TrajectoryId
+
+TRAJECTORY = TrajectoryId("task", 0)
+TOKENIZER = byte_tokenizer()
+GRADED = {"task_id": "task", "files": "{}", "checker": "echo reward=0.5", "max_turns": 4}
+HARBOR = {**GRADED, "checker": "bash /tests/test.sh", "tests": json.dumps({"test.sh": "true"})}
+
+
+class Scripted:
+    """A rollout engine whose policy says one line after the other."""
+
+    def __init__(self, lines):
+        self.lines = list(lines)
+
+    async def generate(self, input_batch, model=None):
+        ids = [*TOKENIZER.encode(self.lines.pop(0), add_special_tokens=False), TOKENIZER.eos_token_id]
+        return {
+            "responses": [TOKENIZER.decode(ids, skip_special_tokens=True)],
+            "response_ids": [ids],
+            "stop_reasons": ["stop"],
+            "response_logprobs": [[-1.0] * len(ids)],
+            "policy_versions": [3],
+        }
+
+    async def finish_session(self, session_id): ...
+
+
+@pytest.fixture
+def rollout(config):
+    """Roll one trajectory out; what the learner was told of it: (rewards at its close, sources)."""
+
+    def play(*lines, task=GRADED, phase=TRAINING_PHASE_TRAIN, context=4096, pool=None, **outcomes):
+        cfg = TrainConfig()
+        cfg.generator.max_turns = 4
+        cfg.generator.use_conversation_multi_turn = True
+        cfg.generator.batched = False
+        cfg.generator.sampling_params.logprobs = 1
+        cfg.thundersync.outcomes = OutcomesConfig(**outcomes)
+        hook = TurnHook(Scripted(lines), lambda: 3, seed=0)
+        ledger = Ledger(3, {"task": 1})
+        closed, sources = [], []
+
+        def on_closed(trajectory, reward, scored):
+            ledger.closed(trajectory, scored)
+            closed.append(reward)
+
+        def on_turn(source):
+            ledger.sampled(source)
+            sources.append(source)
+
+        async def run():
+            generator = StreamingGenerator(
+                generator_cfg=cfg.generator,
+                skyrl_gym_cfg=cfg.environment.skyrl_gym,
+                inference_engine_client=hook,
+                tokenizer=TOKENIZER,
+                policy_model_name="policy",
+                outcomes=Outcomes(cfg.thundersync.outcomes),
+            )
+            generator.on_closed = on_closed
+            with hook.armed([TRAJECTORY], on_turn):
+                return await generator.agent_loop(
+                    [{"role": "user", "content": "go"}],
+                    "terminal",
+                    dict(task),
+                    max_tokens=64,
+                    max_input_length=context,
+                    sampling_params={"logprobs": 1},
+                    trajectory_id=TrajectoryID("task", 0),
+                    training_phase=phase,
+                )
+
+        terminal_env.register_terminal_env()
+        with SandboxPool(replace(config, warm=0, command_timeout_s=1.0), "test") as own:
+            terminal_env.configure(own, SandboxConfig(command_timeout_s=1.0), outcomes.get("crash", "stop") == "stop")
+            output = asyncio.run(run())
+            assert own.open_count == 0
+        return closed, sources, output
+
+    return play
+
+
+def test_a_trajectory_that_comes_to_its_end_keeps_its_reward(rollout):
+    closed, sources, output = rollout("true", "submit", timeout="zero")
+    assert closed == [0.5] and len(sources) == 2 and output.reward == 0.5
+
+
+SLEEPY = {**GRADED, "agent_timeout_s": 0.2}
+
+
+@pytest.mark.parametrize(("disposition", "reward"), [("trained", 0.5), ("zero", 0.0), ("masked", None)])
+def test_the_tasks_time_limit(rollout, disposition, reward):
+    closed, sources, output = rollout("sleep 0.4", "true", task=SLEEPY, timeout=disposition)
+    assert closed == [reward] and len(sources) == 1
+    assert output.reward == (reward or 0.0)
+
+
+@pytest.mark.parametrize(("disposition", "reward"), [("zero", 0.0), ("masked", None)])
+@pytest.mark.parametrize("case", ["context_overflow", "verifier_failed", "sandbox_lost", "crash"])
+def test_what_has_no_grade(rollout, monkeypatch, case, disposition, reward):
+    lines, options = ["seq 1 100", "submit"], {}
+    if case == "context_overflow":
+        options = {"context": 200}
+    if case == "verifier_failed":
+        options = {"task": HARBOR}
+    if case == "sandbox_lost":
+        monkeypatch.setattr(ShellSandbox, "run", _raising(terminal_env.SandboxLost("gone")))
+    if case == "crash":
+        monkeypatch.setattr(ShellSandbox, "run", _raising(SandboxError("engine gone")))
+    closed, sources, output = rollout(*lines, **options, **{case: disposition})
+    assert closed == [reward]
+    assert len(sources) == (1 if case != "verifier_failed" else 2)
+    assert sum(source.n_scored for source in sources) == sum(output.loss_mask), "the ledger counted the same"
+
+
+def _raising(error):
+    def run(self, command, timeout_s):
+        raise error
+
+    return run
+
+
+def test_a_crash_stops_the_run_unless_the_table_says_otherwise(rollout, monkeypatch):
+    monkeypatch.setattr(ShellSandbox, "run", _raising(SandboxError("engine gone")))
+    with pytest.raises(SandboxError, match="engine gone"):
+        rollout("true")
+
+
+class FlakyCreate:
+    """`SandboxPool.create` whose first calls fail."""
+
+    def __init__(self, failures):
+        self.failures, self.calls, self.create = failures, 0, SandboxPool.create
+
+    def __call__(self, pool, *args, **kwargs):
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise SandboxError("no space for a container")
+        return self.create(pool, *args, **kwargs)
+
+
+def test_what_did_not_start_is_tried_again_before_anything_is_released(rollout, monkeypatch):
+    flaky = FlakyCreate(2)
+    monkeypatch.setattr(SandboxPool, "create", lambda *args, **kwargs: flaky(*args, **kwargs))
+    closed, sources, _ = rollout("true", "submit", retries=2)
+    assert flaky.calls == 3 and closed == [0.5]
+    assert [source.turn for source in sources] == [0, 1]
+
+
+@pytest.mark.parametrize(("options", "calls"), [({"retries": 1}, 2), ({"start_failed": "stop"}, 1)])
+def test_what_does_not_start_at_all_stops_the_run(rollout, monkeypatch, options, calls):
+    flaky = FlakyCreate(9)
+    monkeypatch.setattr(SandboxPool, "create", lambda *args, **kwargs: flaky(*args, **kwargs))
+    with pytest.raises(StartError, match="task 'task': no space for a container"):
+        rollout("true", **options)
+    assert flaky.calls == calls
+
+
+def test_evaluation_knows_no_table(rollout):
+    closed, _, output = rollout("sleep 0.4", task=SLEEPY, phase=TRAINING_PHASE_EVAL, timeout="zero")
+    assert closed == [] and output.reward == 0.5
+
+
+def test_under_opd_nothing_is_masked_and_nothing_that_was_sampled_is_ever_retried():
+    for outcome, dispositions in ALLOWED.items():
+        assert "masked" not in allowed(outcome, "opd")
+        assert set(dispositions) - set(allowed(outcome, "opd")) <= {"masked"}
+        assert ("retried" in dispositions) == (outcome == "start_failed")
+        assert getattr(OutcomesConfig(), outcome) in allowed(outcome, "opd"), "defaults hold under every objective"
+
+
+def test_the_table_says_itself():
+    assert "timeout trained, context_overflow zero" in str(Outcomes(OutcomesConfig()))
