@@ -7,6 +7,7 @@ which these pieces put together are what it would have written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _BASE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -30,12 +31,16 @@ class Conversation:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def add_observation(self, text: str) -> None:
-        """Append a user message and the start of the next turn.
+        """Append a user message and the start of the next turn. Raises as `add_messages`."""
+        self.add_messages([{"role": "user", "content": text}])
+
+    def add_messages(self, messages: Sequence[dict[str, str]]) -> None:
+        """Append messages that follow a sampled turn, and the start of the next one.
 
         Raises:
-            ValueError: the template rewrites earlier messages when one is added.
+            ValueError: the template rewrites earlier messages when some are added.
         """
-        longer = _encode(self._tokenizer, [*_BASE, {"role": "user", "content": text}], True)
+        longer = _encode(self._tokenizer, [*_BASE, *messages], True)
         if longer[: len(self._base)] != self._base:
             raise ValueError(
                 "the chat template rewrites earlier messages when one is added: token ids could not be kept"
