@@ -1,10 +1,10 @@
-# make quickstart | test | test-slow | test-docker | bench | exact | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
+# make quickstart | test | test-slow | test-docker | bench | exact | faults | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
 SHELL := /bin/bash
 VENV ?= .venv
 LOCK ?= cpu
 STAMP := $(VENV)/.installed-$(LOCK)
 
-.PHONY: env quickstart test test-slow test-docker bench exact lint lock clean
+.PHONY: env quickstart test test-slow test-docker bench exact faults lint lock clean
 .DEFAULT_GOAL := quickstart
 
 env: $(STAMP)
@@ -40,6 +40,11 @@ bench: env
 exact: env
 	@test -d runs/quickstart/record || $(MAKE) quickstart
 	$(VENV)/bin/skyrl-thundersync verify runs/quickstart --limit 10
+
+# What happens when things break: fault x phase, by real events (as root; a minute or two a cell).
+faults: env
+	@scripts/system_deps.sh
+	$(VENV)/bin/python -m benchmarks.faults
 
 lint: env
 	$(VENV)/bin/ruff check .

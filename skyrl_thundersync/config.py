@@ -33,6 +33,10 @@ class LearnerConfig(BaseConfig):
     """"fp32", or "exact": fixed-point int64 sums, bit-identical under any order and placement, twice the host memory."""
     threads: int = 1
     """CPU threads per rank (passes on CPU only)."""
+    max_restarts: int = 0
+    """How often in one update the ranks may start anew when one died, and do the batch's work so far again at the same
+    weights. Costs a copy of the optimizer's shards on the run folder's disk (12 bytes a trained parameter) each update.
+    0: a rank's death ends the run."""
 
 
 @dataclass

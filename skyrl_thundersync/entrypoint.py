@@ -16,7 +16,7 @@ from pathlib import Path
 from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import cheap_checks
-from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.errors import ConfigError, first_cause
 from skyrl_thundersync.quiet import quiet_imports
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -72,7 +72,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", str(run_dir / "tensorboard"))
     from skyrl.train.config import get_config_as_yaml_str
 
-    from skyrl_thundersync.heartbeat import Watch
+    from skyrl_thundersync.heartbeat import Watch, at
     from skyrl_thundersync.hosts.cluster import Cluster
     from skyrl_thundersync.hosts.resume import NothingLeftError
     from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
@@ -102,6 +102,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         progress = Progress(display, metrics)
         trainer.add_callback(progress)
         try:
+            at("training")
             asyncio.run(_until_preempted(trainer))
         except NothingLeftError as done:
             display.say(f"nothing left to train: {done}")
@@ -152,13 +153,6 @@ def _saved_last(trainer) -> str:
     if checkpoints.saved_step:
         return f"The running update was dropped; the checkpoint of update {checkpoints.saved_step} is the newest"
     return "The running update was dropped; no checkpoint was taken (trainer.ckpt_interval)"
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first error inside exception groups: what went wrong, not what was cancelled because of it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Waiting for an answer cannot tell a long pass from a dead one. Each actor's proc
 from a thread of its own; the driver looks at the files from a thread of *its* own, so that it also sees a hang while it
 waits inside a collective step. A process that stopped for longer than the deadline is asked for its stacks and killed: all
 that waited for it fails at once, and the hang is reported as the cause.
+
+The file also says what its process is at (`doing`), and keeps saying it when the process is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 INTERVAL_S = 1.0
@@ -22,13 +25,72 @@ STACKS = signal.SIGUSR1
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for the disk or a device"}
 
 
+STATUS_BYTES = 256
+FOLLOWS_S = 60.0
+"""An error so soon after a hang was ended follows from it."""
+
+_status: int | None = None  # descriptor of this process's file
+_at: list[list[str]] = [["starting"]]  # what this process is at, innermost last; lists, to be told apart
+
+
 class HungActorError(RuntimeError):
     """A process of the run gave no sign of life."""
 
 
+def announce(path: Path) -> None:
+    """From now on `path` says what this process is at (`doing`)."""
+    global _status
+    part = path.with_name(f".{path.name}")
+    _status = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    _write()
+    part.replace(path)  # nobody reads a file that says nothing yet
+
+
+def at(what: str) -> None:
+    """This process is at `what` whenever it is within no `doing`. Takes some microseconds; announced nowhere, nothing."""
+    _at[0] = [what]
+    _write()
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """This process is at `what` within, or at what was entered later, also by tasks that run beside it."""
+    entry = [what]
+    _at.append(entry)
+    _write()
+    try:
+        yield
+    finally:
+        _at[:] = [other for other in _at if other is not entry]
+        _write()
+
+
+def _write() -> None:
+    if _status is not None:
+        text = f"{os.getpid()} {socket.gethostname()}\n{_at[-1][0]}".encode()[: STATUS_BYTES - 1]
+        os.pwrite(_status, text.ljust(STATUS_BYTES - 1) + b"\n", 0)
+
+
+def status(path: Path) -> tuple[int, str, str]:
+    """Process id, host and what it is (or was last) at, from a file that `announce` keeps."""
+    process, what = path.read_text(encoding="utf-8").split("\n")[:2]
+    pid, host = process.split()
+    return int(pid), host, what.strip()
+
+
+def gone(folder: Path) -> list[str]:
+    """The processes of this machine that announced themselves in `folder` and are no more, each with where its log is."""
+    dead = []
+    for path in sorted(folder.glob("*.alive")):
+        pid, host, what = status(path)
+        if host == socket.gethostname() and _state(pid) in (None, "Z"):
+            dead.append(f"{path.stem} (process {pid}) died, at: {what}. Its log: {path.with_suffix('.log')}")
+    return dead
+
+
 def beat(path: Path) -> None:
     """From now on touch `path` once a second, and write all threads' stacks to stderr on SIGUSR1. Returns at once."""
-    path.write_text(f"{os.getpid()} {socket.gethostname()}", encoding="utf-8")
+    announce(path)
     faulthandler.register(STACKS, file=2, all_threads=True)
 
     def run() -> None:
@@ -42,8 +104,10 @@ def beat(path: Path) -> None:
 class Watch:
     """Watches the heartbeats in a folder while the context is open. On this machine only: others' processes are not seen.
 
+    A hang is made a death: where the run can do without the process, it goes on.
+
     Attributes:
-        error: what hung first; None as long as nothing did.
+        error: what hung last; None as long as nothing did.
     """
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
@@ -52,6 +116,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._seen: dict[Path, tuple[int, float]] = {}
         self.error: HungActorError | None = None
+        self._ended = 0.0  # when that was killed
 
     def __enter__(self) -> Watch:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,10 +126,11 @@ class Watch:
         return self
 
     def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
-        """Raises the hang in place of what followed from it."""
+        """Raises a hang in place of what followed from it, within the same deadline."""
         self._stop.set()
         self._thread.join()
-        if self.error is not None:
+        followed = isinstance(error, Exception) and time.monotonic() - self._ended < max(self._deadline_s, FOLLOWS_S)
+        if self.error is not None and followed:
             raise self.error from error
 
     def _run(self) -> None:
@@ -75,36 +141,40 @@ class Watch:
                 self._seen.clear()
             looked = now
             for path in self._folder.glob("*.alive"):
-                if self._late(path, now) and self._end(path):
-                    return
+                if self._late(path, now):
+                    self._end(path)
 
     def _late(self, path: Path, now: float) -> bool:
-        stamp = path.stat().st_mtime_ns
+        try:
+            stamp = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
         seen = self._seen.get(path)
         if seen is None or seen[0] != stamp:
             self._seen[path] = (stamp, now)
             return False
         return now - seen[1] > self._deadline_s
 
-    def _end(self, path: Path) -> bool:
-        """Whether it was a hang, ended now. A process that is gone is not: whoever waits for it is told so."""
-        pid, host = path.read_text(encoding="utf-8").split()
-        pid, log = int(pid), path.with_suffix(".log")
+    def _end(self, path: Path) -> None:
+        """End a hang. A process that is gone is none: whoever waits for it is told so."""
+        pid, host, what = status(path)
+        log = path.with_suffix(".log")
         state = _state(pid) if host == socket.gethostname() else None
         if state in (None, "Z"):
             path.unlink()
-            return False
-        what = STATES.get(state, "there, but its Python threads do not get on")
+            return
+        how = STATES.get(state, "there, but its Python threads do not get on")
         self.error = HungActorError(
             f"{path.stem} (process {pid}) gave no sign of life for {self._deadline_s:g} s (thundersync.hang_timeout_s): it "
-            f"is {what}. Its log, with the stacks of its threads where it could still write them: {log}"
+            f"is {how}, at: {what}. Its log, with the stacks of its threads where it could still write them: {log}"
         )
         with suppress(ProcessLookupError):  # it may end by itself meanwhile
             os.kill(pid, STACKS)
             os.kill(pid, signal.SIGCONT)  # a stopped process writes them when it goes on
             time.sleep(INTERVAL_S)
             os.kill(pid, signal.SIGKILL)
-        return True
+        self._ended = time.monotonic()
+        path.unlink()
 
 
 def _state(pid: int) -> str | None:

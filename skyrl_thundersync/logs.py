@@ -4,13 +4,14 @@ import os
 import sys
 from pathlib import Path
 
-from skyrl_thundersync.heartbeat import beat
+from skyrl_thundersync.heartbeat import announce, beat
 
 
 def redirect(path: str | Path, heartbeat: bool = True) -> None:
     """Send this process's stdout and stderr, those of C libraries included, to `path` (appended).
 
-    With `heartbeat` it also shows that it lives, in a file beside it (heartbeat.py).
+    A file beside it says what the process is at: NAME.alive with `heartbeat`, which also shows that it lives (heartbeat.py),
+    else NAME.status.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,3 +23,5 @@ def redirect(path: str | Path, heartbeat: bool = True) -> None:
     os.close(target)
     if heartbeat:
         beat(path.with_suffix(".alive"))
+    else:
+        announce(path.with_suffix(".status"))

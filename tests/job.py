@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +68,9 @@ class Job:
         """Ctrl-C, as a terminal sends it: to the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def left(self) -> set[str]:
+    def left(self, moment_s: float = 15.0) -> set[str]:
         """Its processes that still live and shared-memory files that were not there before, after a moment to reap."""
-        end = time.monotonic() + 15
+        end = time.monotonic() + moment_s
         while (left := {*descendants(self.mark).values(), *shared_memory() - self.before}) and time.monotonic() < end:
             time.sleep(0.2)
         return left
@@ -79,8 +80,11 @@ class Job:
         return [row for row in rows if "timing/update" in row]
 
 
-def start(folder: Path, *overrides: str, heldout: int = 8) -> Job:
-    """Start the quickstart job with `overrides`; its held-out tasks are the first `heldout` ones."""
+def start(folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str] = ()) -> Job:
+    """Start the quickstart job with `overrides`; its held-out tasks are the first `heldout` ones.
+
+    `within`: a command that runs the one it is followed by.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = materialise(folder.parent / "quickstart")
     val = folder / "heldout.jsonl"
@@ -88,6 +92,7 @@ def start(folder: Path, *overrides: str, heldout: int = 8) -> Job:
     run_dir, screen = folder / "run", folder / "screen.txt"
     before, mark = shared_memory(), uuid.uuid4().hex
     command = [
+        *within,
         str(Path(sys.executable).with_name("skyrl-thundersync")),
         *("train", "+plugin=thundersync", "+config=opd/quickstart"),
         f"trainer.policy.model.path={files.student}",

@@ -10,45 +10,30 @@ import asyncio
 import os
 import random
 import shutil
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
 from skyrl.train.utils.utils import prepare_runtime_environment
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.errors import DeadActorError, first_cause
+from skyrl_thundersync.heartbeat import gone
 from skyrl_thundersync.host_defaults import uses_cuda
-from skyrl_thundersync.learner.actor import LearnerActor
-from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.hosts.learners import Learners
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import EngineSpec, start_replicas
 from skyrl_thundersync.rollout.publish import publish
 from skyrl_thundersync.rollout.servers import ServerPublisher
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
-from skyrl_thundersync.stream.sources import Work, WorkDone
-from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, start_teachers
+from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, TeacherError, start_teachers
 from skyrl_thundersync.teacher.preflight import check_context, check_scores, same_checkpoint
 from skyrl_thundersync.teacher.scores import TeacherSpec
 from skyrl_thundersync.trainer import LearnerRank
-
-# Larger than any trajectory: schedules that run after the rollouts forward each trajectory once, whole.
-WHOLE_TRAJECTORY = 2**31
-
-
-class RankHandle:
-    """A learner rank in its Ray actor, as `trainer.LearnerRank`."""
-
-    def __init__(self, actor) -> None:
-        self.actor = actor
-
-    async def run(self, work: list[Work]) -> list[WorkDone]:
-        return await self.actor.run_many.remote(work)
 
 
 class Cluster:
@@ -63,9 +48,9 @@ class Cluster:
     def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display) -> None:
         self._cfg, self._run_dir, self._display = cfg, run_dir, display
         self._device = "cuda" if uses_cuda(cfg) else "cpu"
-        self._publish_dir = run_dir / "published"
+        self._publish_dir, self._kept_dir = run_dir / "published", run_dir / "kept"
         self._target: LocalEngineClient | ServerPublisher | None = None
-        self._learners: list = []
+        self._learners: Learners | None = None
         self._teacher: TeacherClient | None = None
         self._served: int | None = None
         self._probe_ids: list[int] = []
@@ -86,9 +71,15 @@ class Cluster:
         )
         return self
 
-    def __exit__(self, *_error) -> None:
+    def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
+        """Raises DeadActorError, naming the processes that are gone, in place of what Ray says of one."""
+        lost = isinstance(error, Exception) and isinstance(_root(error), RayActorError)
+        dead = gone(self._run_dir / "logs") if lost else []
         ray.shutdown()
-        shutil.rmtree(self._publish_dir, ignore_errors=True)
+        for folder in (self._publish_dir, self._kept_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        if dead:
+            raise DeadActorError("; ".join(dead)) from error
 
     def start(self, tokenizer) -> None:
         """Start every actor at once and wait until all are ready.
@@ -97,12 +88,14 @@ class Cluster:
         """
         begin = time.perf_counter()
         logs = self._run_dir / "logs"
-        self._learners = self._start_learners(logs)
+        self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
         count = self._cfg.generator.inference_engine.num_engines
         if self._device == "cpu":
             replicas = start_replicas(self._engine_spec(), count, logs)
-            self._target = LocalEngineClient(replicas, tokenizer, self._cfg.trainer.policy.model.path)
-        self.ranks = [RankHandle(actor) for actor in self._learners]
+            self._target = LocalEngineClient(
+                replicas, tokenizer, self._cfg.trainer.policy.model.path, self._display.say
+            )
+        self.ranks = self._learners.ranks()
         if self._cfg.thundersync.objective == "opd":
             self._teacher = self._start_teacher(logs)
         rng = random.Random(self._cfg.trainer.seed)
@@ -120,7 +113,7 @@ class Cluster:
         async with asyncio.TaskGroup() as tasks:
             if self._target is not None:
                 tasks.create_task(self._target.ready())
-            for actor in self._learners:
+            for actor in self._learners.actors:
                 tasks.create_task(_await(actor.stats.remote()))
             if self._teacher:
                 tasks.create_task(self._check_teacher())
@@ -131,7 +124,7 @@ class Cluster:
         student, teacher = self._cfg.trainer.policy.model.path, self._cfg.thundersync.teacher.model
         own = None
         if same_checkpoint(student, teacher):
-            own = await self._learners[0].logps.remote(self._probe_ids)
+            own = await self._learners.actors[0].logps.remote(self._probe_ids)
         tolerance = 1e-3 if self._cfg.thundersync.teacher.dtype == "float32" else 0.2
         await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
 
@@ -172,9 +165,11 @@ class Cluster:
         Raises:
             LedgerError: the learners scored another number of tokens than the ledger registered.
         """
-        calls = [actor.finish.remote() for actor in self._learners] + [actor.stats.remote() for actor in self._learners]
+        self._learners.begin_finish()
+        actors = self._learners.actors
+        calls = [actor.finish.remote() for actor in actors] + [actor.stats.remote() for actor in actors]
         answers = ray.get(calls)  # together: any rank's error is raised at once
-        finish, stats = answers[0], answers[len(self._learners) :]
+        finish, stats = answers[0], answers[len(actors) :]
         if finish["n_scored"] != ledger.n_scored:
             raise LedgerError(
                 f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
@@ -183,12 +178,19 @@ class Cluster:
         self.version += finish["stepped"]
         return finish | {name: max(s[name] for s in stats) for name in ("host_peak_bytes", "device_peak_bytes")}
 
+    async def settle(self) -> None:
+        """Every rank is there and holds its part of the batch; one that died since its last work is started again."""
+        await self._learners.settle()
+
     async def publish(self) -> None:
-        """Make every replica serve θ of `version` and prove it. Does nothing when they serve it already."""
-        if self._served == self.version:
-            return
+        """Make every replica serve θ of `version` and prove it, unless they do; the ranks keep what a restart needs."""
+        if self._served != self.version:
+            await self._publish()
+        self._learners.keep(self.version)
+
+    async def _publish(self) -> None:
         folder = self._publish_dir / f"version_{self.version}"
-        learner = self._learners[0]
+        learner = self._learners.actors[0]
         _, expected = await asyncio.gather(
             _await(learner.save_weights.remote(str(folder))), _await(learner.logps.remote(self._probe_ids))
         )
@@ -199,69 +201,25 @@ class Cluster:
 
     def save_model(self, folder: Path) -> None:
         """The student (or, with LoRA, the adapter) in Hugging Face format."""
-        ray.get(self._learners[0].save_weights.remote(str(folder)))
+        ray.get(self._learners.actors[0].save_weights.remote(str(folder)))
         self.saved = folder
 
     def checkpoint_bytes(self) -> int:
         """What a checkpoint of the learners takes on disk, about."""
-        return ray.get(self._learners[0].checkpoint_bytes.remote())
+        return ray.get(self._learners.actors[0].checkpoint_bytes.remote())
 
     def describe_learners(self) -> dict:
         """What a checkpoint must fit: parameter names and shapes, and a digest of what is frozen."""
-        return ray.get(self._learners[0].describe.remote())
+        return ray.get(self._learners.actors[0].describe.remote())
 
     def save_learners(self, folder: Path) -> list[dict]:
         """Every rank writes its part of a checkpoint; what each says of it (learner/checkpoint.py), in rank order."""
-        return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners])
+        return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners.actors])
 
     def load_learners(self, folder: Path, saved: dict, version: int) -> None:
         """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
-        ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners])
+        ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners.actors])
         self.version, self._served = version, None
-
-    def _start_learners(self, logs: Path) -> list:
-        ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
-        settings = ts.learner
-        if ts.schedule != "thundersync":
-            settings = replace(settings, block_tokens=WHOLE_TRAJECTORY)
-        optimizer, lora = policy.optimizer_config, policy.model.lora
-        world = settings.ranks or (
-            self._cfg.trainer.placement.policy_num_gpus_per_node * self._cfg.trainer.placement.policy_num_nodes
-        )
-        port = _free_port()
-        options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
-        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}}
-        return [
-            ray.remote(LearnerActor)
-            .options(**options)
-            .remote(
-                RankSpec(
-                    model_path=policy.model.path,
-                    rank=rank,
-                    world_size=world,
-                    master_address="127.0.0.1" if self._device == "cpu" else ray.util.get_node_ip_address(),
-                    master_port=port,
-                    learner=settings,
-                    objective=ts.objective,
-                    optimizer=OptimizerSettings(
-                        lr=optimizer.lr,
-                        adam_betas=tuple(optimizer.adam_betas),
-                        weight_decay=optimizer.weight_decay,
-                        max_grad_norm=optimizer.max_grad_norm,
-                        num_warmup_steps=optimizer.num_warmup_steps,
-                        scheduler=optimizer.scheduler,
-                        num_training_steps=self._cfg.trainer.max_training_steps,
-                    ),
-                    lora=LoraSettings(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None,
-                    device=self._device,
-                    log_path=str(logs / f"learner-{rank}.log"),
-                    objective_settings={"law": ts.grpo.law, "epsilon": ts.grpo.epsilon}
-                    if ts.objective == "grpo"
-                    else {},
-                )
-            )
-            for rank in range(world)
-        ]
 
     def _engine_spec(self) -> EngineSpec:
         engine = self._cfg.generator.inference_engine
@@ -281,7 +239,7 @@ class Cluster:
     def _start_teacher(self, logs: Path) -> TeacherClient:
         teacher = self._cfg.thundersync.teacher
         replicas = start_teachers(self._teacher_spec(), teacher.replicas, logs)
-        return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries)
+        return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries, say=self._display.say)
 
     def _teacher_spec(self) -> TeacherSpec:
         teacher = self._cfg.thundersync.teacher
@@ -295,11 +253,10 @@ class Cluster:
         )
 
 
+def _root(error: BaseException) -> BaseException:
+    error = first_cause(error)
+    return error.__cause__ if isinstance(error, TeacherError) and error.__cause__ else error
+
+
 async def _await(reference):
     return await reference
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

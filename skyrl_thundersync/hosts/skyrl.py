@@ -27,6 +27,7 @@ from skyrl_thundersync import timeline
 from skyrl_thundersync.analysis import mfu
 from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.resume import Checkpoints
@@ -78,7 +79,8 @@ class LearnerDispatch:
     async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
         """Publish θ of the current version; returns when every replica acknowledged it."""
         start = time.perf_counter()
-        await self._cluster.publish()
+        with doing(f"publishing version {self._cluster.version}"):
+            await self._cluster.publish()
         self.publish_s = time.perf_counter() - start
         timeline.add("update", "publish", start, start + self.publish_s, version=self._cluster.version)
         if self.on_published is not None:
@@ -127,8 +129,9 @@ class ThunderSyncTrainer(RayPPOTrainer):
         hook: TurnHook = self.inference_engine_client
         self.generator.on_closed = update.on_trajectory_closed
         try:
-            with hook.armed(trajectories, update.on_turn):
+            with hook.armed(trajectories, update.on_turn), doing(f"update {self.global_step}: rollouts"):
                 output = await update.run(super().generate(input_batch))
+                await self._cluster.settle()
         finally:
             self.generator.on_closed = None
         if self._recorder:
@@ -161,7 +164,8 @@ class ThunderSyncTrainer(RayPPOTrainer):
     def train_critic_and_policy(self, data: TrainingInputBatch) -> dict[str, float]:
         """Reduce over ranks, divide by N_k, clip, one optimizer step."""
         start = time.perf_counter()
-        finish = self._cluster.finish(self._update.ledger)
+        with doing(f"update {self.global_step}: finish"):
+            finish = self._cluster.finish(self._update.ledger)
         timeline.add("update", "finish", start, time.perf_counter(), version=self._update.ledger.version)
         self.checkpoints.finished(self.global_step)
         status = update_metrics(
@@ -172,7 +176,8 @@ class ThunderSyncTrainer(RayPPOTrainer):
 
     def save_checkpoints(self) -> str:
         """All of the run at this update's boundary, atomically (hosts/checkpoint.py)."""
-        return str(self.checkpoints.save())
+        with doing(f"checkpoint of update {self.global_step}"):
+            return str(self.checkpoints.save())
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Take up the checkpoint that `trainer.resume_mode` names; `train()` publishes it before anything else."""
@@ -223,9 +228,11 @@ class Progress(TrainingCallback):
         self.evaluations: list[tuple[int, float]] = []
 
     def on_eval_start(self, trainer, callback_input, control) -> None:
+        at("evaluation")
         self._display.say(f"[dim]evaluating on {len(trainer.eval_dataset)} held-out tasks[/dim]")
 
     def on_eval_end(self, trainer, callback_input, control) -> None:
+        at("training")
         score = float(callback_input.metrics["eval/all/avg_score"])
         self.evaluations.append((callback_input.global_step, score))
         self._display.say(f"held-out success after {callback_input.global_step} updates: [bold]{score:.0%}[/bold]")

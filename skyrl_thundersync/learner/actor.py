@@ -2,16 +2,22 @@
 
 import os
 
-from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, load_rank, save_rank
+from skyrl_thundersync.heartbeat import at, doing
+from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, keep_rank, load_rank, save_rank
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.logs import redirect
+from skyrl_thundersync.stream.ledger import work_name
+from skyrl_thundersync.stream.sources import Append, Work, WorkDone
 
 CPU_NICENESS = 5
 """Of a rank that shares its cores with the rollouts, which the update waits for: the rank fills what they leave."""
 
 
 class LearnerActor(LearnerRank):
-    """`LearnerRank` whose output goes to `spec.log_path`, when given, before anything else runs."""
+    """`LearnerRank` whose output goes to `spec.log_path`, when given, before anything else runs.
+
+    It says what it is at (heartbeat.py).
+    """
 
     def __init__(self, spec: RankSpec):
         if spec.log_path is not None:
@@ -20,9 +26,29 @@ class LearnerActor(LearnerRank):
             # On Linux of this thread and of those it starts, torch's among them; Ray's own threads stay as they are.
             os.setpriority(os.PRIO_PROCESS, 0, CPU_NICENESS)
         super().__init__(spec)
+        at("waiting for work")
 
-    # learner/checkpoint.py says what each takes and returns.
+    def _run(self, work: Work, *how) -> WorkDone:
+        with doing(f"{'forward' if isinstance(work, Append) else 'sweep'} of {work_name(work)}"):
+            return super()._run(work, *how)
+
+    def finish(self) -> dict:
+        with doing("finish"):
+            return super().finish()
+
+    def save_weights(self, folder: str) -> None:
+        with doing("writing weights"):
+            super().save_weights(folder)
+
+    def save_checkpoint(self, folder: str) -> dict:
+        """learner/checkpoint.py says what these take and return."""
+        with doing("writing a checkpoint"):
+            return save_rank(self, folder)
+
+    def keep(self, folder: str) -> dict:
+        with doing("keeping its shard"):
+            return keep_rank(self, folder)
+
     checkpoint_bytes = bytes_needed
     describe = describe
     load_checkpoint = load_rank
-    save_checkpoint = save_rank

@@ -54,17 +54,27 @@ def save_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
 
     Raises RuntimeError when parameters changed since the last publication, OSError when the disk does not take it.
     """
-    rank.require_frozen()
-    optimizer, root = rank.optimizer, Path(folder)
-    path = root / shard_name(rank.spec.rank, rank.spec.world_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(dict(zip(KEYS, optimizer.shard_state(), strict=True)), path)
-    files = {path.relative_to(root).as_posix(): seal(path)}
+    root, name = Path(folder), shard_name(rank.spec.rank, rank.spec.world_size)
+    shard = keep_rank(rank, folder)
+    files = {name: seal(root / name)}
     if rank.spec.rank == 0:
         rank.save_weights(str(root / STUDENT))
         files |= seal_all(root / STUDENT, root)
+    return {**shard, "files": files}
+
+
+def keep_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
+    """Write this rank's shard under `folder`, not flushed: it survives the process, not the machine.
+
+    Returns and raises as `save_rank`, without files.
+    """
+    rank.require_frozen()
+    optimizer = rank.optimizer
+    path = Path(folder) / shard_name(rank.spec.rank, rank.spec.world_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(zip(KEYS, optimizer.shard_state(), strict=True)), path)
     places = [[name, offset] for name, _, offset in optimizer.layout.places]
-    return {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size, "files": files}
+    return {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size}
 
 
 def load_rank(rank: LearnerRank, folder: str, saved: dict[str, Any]) -> None:

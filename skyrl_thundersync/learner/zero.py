@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import get_scheduler
 
+from skyrl_thundersync.heartbeat import doing
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout
 from skyrl_thundersync.learner.fixed_point import from_fixed, root_of_squares, square_sum
 
@@ -167,7 +168,8 @@ class ZeroOptimizer:
             self.optimizer.single_partition_of_fp32_groups[0].grad.copy_(shard)
         else:
             self.optimizer.averaged_gradients[0] = [shard.to(self._device)]
-        self.optimizer.step()
+        with doing("optimizer step"):
+            self.optimizer.step()
         self.schedule.step()
         done = time.perf_counter()
         return {

@@ -7,10 +7,11 @@ reports is the last one that every replica acknowledged, not a counter.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import ray
+from ray.exceptions import RayActorError
 from skyrl.backends.skyrl_train.inference_servers.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
@@ -19,17 +20,25 @@ from skyrl.backends.skyrl_train.inference_servers.base import (
 
 from skyrl_thundersync.rollout.engine import LORA_NAME, Sample
 
+T = TypeVar("T")
+
 
 class LocalEngineClient(InferenceEngineInterface):
     """Spreads requests over replicas; a session stays with the replica that holds its prefix in its cache.
+
+    A replica that dies is done without. Its open requests go to another one, with the context and the seed that they had:
+    trajectories go on from their last whole turn, under the same policy version. With the last replica the run ends.
 
     Args:
         replicas: actor handles of `EngineReplica`.
         tokenizer: the model's HF tokenizer, to decode answers for the environment (never to encode them again).
         model_name: the name that requests may call the model by, beside `skyrl-lora`.
+        say: told of a replica that died.
     """
 
-    def __init__(self, replicas: Sequence[Any], tokenizer: Any, model_name: str) -> None:
+    def __init__(
+        self, replicas: Sequence[Any], tokenizer: Any, model_name: str, say: Callable[[str], None] | None = None
+    ) -> None:
         if not replicas:
             raise ValueError("a rollout client needs at least one replica")
         self.replicas = list(replicas)
@@ -37,6 +46,8 @@ class LocalEngineClient(InferenceEngineInterface):
         self._model_name = model_name
         self._home: dict[Hashable, int] = {}
         self._running = [0] * len(self.replicas)
+        self._say = say
+        self._lost: set[int] = set()
         self._version = 0
 
     @property
@@ -94,12 +105,16 @@ class LocalEngineClient(InferenceEngineInterface):
         }
 
     async def _sample(self, session: Hashable, prompt: list[int], sampling: dict[str, Any], salt: str | None) -> Sample:
-        index = self._place(session)
-        self._running[index] += 1
-        try:
-            sample = await self.replicas[index].generate.remote(str(session), prompt, sampling, salt)
-        finally:
-            self._running[index] -= 1
+        while True:
+            index = self._place(session)
+            self._running[index] += 1
+            try:
+                sample = await self.replicas[index].generate.remote(str(session), prompt, sampling, salt)
+                break
+            except RayActorError as error:
+                self._lose(index, error)
+            finally:
+                self._running[index] -= 1
         if sample.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"session {session}: vLLM ended the answer with {sample.finish_reason!r}")
         return sample
@@ -111,10 +126,36 @@ class LocalEngineClient(InferenceEngineInterface):
         held = [0] * len(self.replicas)
         for index in self._home.values():
             held[index] += 1
-        best = min(range(len(self.replicas)), key=lambda i: (held[i], self._running[i]))
+        living = (index for index in range(len(self.replicas)) if index not in self._lost)
+        best = min(living, key=lambda i: (held[i], self._running[i]))
         if session is not None:
             self._home[session] = best
         return best
+
+    def _lose(self, index: int, error: RayActorError) -> None:
+        """Do without a replica from now on. Raises `error` when it was the last one."""
+        if index in self._lost:
+            return
+        if len(self._lost) + 1 == len(self.replicas):
+            raise error
+        self._lost.add(index)
+        ray.kill(self.replicas[index])  # one that only cannot be reached must not come back with old weights
+        self._home = {session: home for session, home in self._home.items() if home != index}
+        if self._say:
+            self._say(
+                f"[yellow]rollout-{index} died; {len(self.replicas) - len(self._lost)} rollout replicas go on[/yellow]"
+            )
+
+    async def _of_all(self, ask: Callable[[Any], Awaitable[T]]) -> list[T]:
+        """What every replica that lives answers."""
+        living = [index for index in range(len(self.replicas)) if index not in self._lost]
+        answers = await asyncio.gather(*(ask(self.replicas[i]) for i in living), return_exceptions=True)
+        for index, answer in zip(living, answers, strict=True):
+            if isinstance(answer, RayActorError):
+                self._lose(index, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, RayActorError)]
 
     async def finish_session(self, session_id: Hashable) -> None:
         """The trajectory is over: its place counts no more."""
@@ -122,21 +163,19 @@ class LocalEngineClient(InferenceEngineInterface):
 
     async def load_weights(self, path: str, version: int, probe_ids: list[int]) -> list[dict[str, Any]]:
         """Every replica loads `path` as `version`, all at once; what each answers (see `EngineReplica.publish`)."""
-        return list(
-            await asyncio.gather(*(replica.publish.remote(path, version, probe_ids) for replica in self.replicas))
-        )
+        return await self._of_all(lambda replica: replica.publish.remote(path, version, probe_ids))
 
     def acknowledged(self, version: int) -> None:
         """Called by `rollout.publish` once every replica has proved that it serves `version`."""
         self._version = version
 
     async def stats(self) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(replica.stats.remote() for replica in self.replicas)))
+        return await self._of_all(lambda replica: replica.stats.remote())
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> list[bool]:
         if reset_running_requests:
             raise ValueError("the rollout engine never preempts requests: reset the cache when none runs")
-        return list(await asyncio.gather(*(replica.reset_prefix_cache.remote() for replica in self.replicas)))
+        return await self._of_all(lambda replica: replica.reset_prefix_cache.remote())
 
     async def teardown(self) -> None:
         """Kill the replicas. Requests still running fail."""

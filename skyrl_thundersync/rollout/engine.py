@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.rollout.engine_thread import (
     EngineSpec,
@@ -69,6 +70,7 @@ class Replica:
         self._publishing: int | None = None
         self._running = 0
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = self._served = 0
+        at("waiting for requests")
 
     async def ready(self) -> dict[str, Any]:
         """Answers when the engine is up: its name, context limit and vocabulary size."""
@@ -103,7 +105,8 @@ class Replica:
         version = self._version
         self._running += 1
         try:
-            output = await self._thread.submit(prompt, params, self._lora)
+            with doing(f"sampling for {request}"):
+                output = await self._thread.submit(prompt, params, self._lora)
         finally:
             self._running -= 1
         answer = output.outputs[0]
@@ -135,6 +138,10 @@ class Replica:
         check_folder(path, adapter=bool(self._spec.lora_rank))
         self._check_prompt("probe", probe_ids)
         self._publishing = version
+        with doing(f"loading version {version}"):
+            return await self._publish(path, version, probe_ids)
+
+    async def _publish(self, path: str, version: int, probe_ids: list[int]) -> dict[str, Any]:
         try:
             if self._spec.lora_rank:
                 from vllm.lora.request import LoRARequest

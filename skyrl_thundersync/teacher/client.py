@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
@@ -60,15 +60,24 @@ class _Trajectory:
 class TeacherClient:
     """Scores sources on teacher replicas (`trainer.Teacher`).
 
+    A replica that dies is done without: its trajectories move to another one, which reads them again. With the last one the
+    run ends.
+
     Args:
         replicas: actor handles of `VllmTeacher` or `TransformersTeacher`.
         request_timeout_s: a request that takes longer counts as failed.
         max_retries: tries after the first failure.
         backoff_s: pause before the first retry; doubles with each.
+        say: told of a replica that died.
     """
 
     def __init__(
-        self, replicas: Sequence[Any], request_timeout_s: float, max_retries: int, backoff_s: float = 0.5
+        self,
+        replicas: Sequence[Any],
+        request_timeout_s: float,
+        max_retries: int,
+        backoff_s: float = 0.5,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         if not replicas:
             raise ValueError("a teacher client needs at least one replica")
@@ -76,6 +85,8 @@ class TeacherClient:
         self._timeout_s, self._max_retries, self._backoff_s = request_timeout_s, max_retries, backoff_s
         self._open: dict[TrajectoryId, _Trajectory] = {}
         self._outstanding = [0] * len(self.replicas)
+        self._say = say
+        self._lost: set[int] = set()
         self._counts = TeacherCounts()
 
     async def ready(self) -> list[dict[str, Any]]:
@@ -112,8 +123,11 @@ class TeacherClient:
     async def close(self, trajectory: TrajectoryId) -> None:
         """No turn can follow: the replica frees the trajectory's cache."""
         held = self._open.pop(trajectory, None)
-        if held is not None:
-            await self.replicas[held.replica].close.remote(str(trajectory))
+        if held is not None and held.replica not in self._lost:
+            try:
+                await self.replicas[held.replica].close.remote(str(trajectory))
+            except ActorDiedError:
+                self._lose(held.replica)
 
     def take_counts(self) -> TeacherCounts:
         """The counts since the last call."""
@@ -135,7 +149,13 @@ class TeacherClient:
             except (RayError, TimeoutError) as error:
                 if isinstance(error, ValueError):  # the teacher refuses these tokens, and will again
                     raise TeacherError(f"the teacher cannot score {source.name}: {error}") from error
+                if isinstance(error, ActorDiedError):
+                    self._lose(trajectory.replica)
                 cause = error
+            if len(self._lost) == len(self.replicas):
+                raise TeacherError(
+                    f"the teacher did not score {source.name}: its last replica, teacher-{trajectory.replica}, died: {cause}"
+                ) from cause
             self._counts.retries += 1
             if attempt < self._max_retries:
                 await asyncio.sleep(self._backoff_s * 2**attempt)
@@ -147,6 +167,8 @@ class TeacherClient:
         ) from cause
 
     async def _once(self, source: Source, trajectory: _Trajectory) -> TeacherScores:
+        if trajectory.replica in self._lost:
+            trajectory.replica, trajectory.sent = self._least_loaded(exclude=None), 0
         ids, index = trajectory.ids, trajectory.replica
         first = len(ids) - len(source.action_ids)
         self._outstanding[index] += len(ids)
@@ -174,8 +196,17 @@ class TeacherClient:
         held = [0] * len(self.replicas)
         for trajectory in self._open.values():
             held[trajectory.replica] += len(trajectory.ids)
-        candidates = [i for i in range(len(self.replicas)) if i != exclude] or [0]
+        living = [i for i in range(len(self.replicas)) if i not in self._lost] or [0]
+        candidates = [i for i in living if i != exclude] or living
         return min(candidates, key=lambda i: (self._outstanding[i], held[i]))
+
+    def _lose(self, index: int) -> None:
+        """Do without a replica from now on."""
+        if index not in self._lost:
+            self._lost.add(index)
+            if self._say:
+                left = len(self.replicas) - len(self._lost)
+                self._say(f"[yellow]teacher-{index} died; {left} teacher replicas go on[/yellow]")
 
     def _check(self, source: Source, scores: TeacherScores) -> None:
         if len(scores.logps) != len(source.action_ids):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
 
@@ -62,6 +63,7 @@ class TransformersReplica:
         self._pasts: OrderedDict[str, _Past] = OrderedDict()  # least recently used first; the worker thread's own
         self._evicted = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+        at("waiting for requests")
 
     async def ready(self) -> dict[str, Any]:
         """Answers when the model is loaded: its name, longest trajectory and vocabulary size."""
@@ -73,7 +75,8 @@ class TransformersReplica:
         if isinstance(ids, NeedContext):
             return ids
         check_range(trajectory, ids, first, self._max_len, self._vocab_size)
-        return await self._run(self._score, trajectory, ids, first)
+        with doing(f"scoring {trajectory}"):
+            return await self._run(self._score, trajectory, ids, first)
 
     async def close(self, trajectory: str) -> None:
         """The trajectory is over: free its K/V."""

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from transformers import AutoConfig
 
+from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.rollout.engine_thread import EngineSpec, EngineThread, build_engine, logprobs_of
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
@@ -48,6 +49,7 @@ class VllmReplica:
         self._salts: dict[str, str] = {}
         self._opened = itertools.count()
         self._rescored = 0
+        at("waiting for requests")
 
     async def ready(self) -> dict[str, Any]:
         """Answers when the engine is up: its name, longest trajectory and vocabulary size."""
@@ -70,12 +72,13 @@ class VllmReplica:
         check_range(trajectory, ids, first, self._max_len, self._vocab_size)
         # One salt a trajectory: two samples that begin alike must not read each other's scored positions from the cache.
         salt = self._salts.setdefault(trajectory, f"{trajectory}#{next(self._opened)}")
-        logps, cached = await self._request(ids, first, salt, read_cache=self._prefix_cache)
-        computed = len(ids) - cached
-        if logps is None:
-            self._rescored += 1
-            logps, cached = await self._request(ids, first, salt, read_cache=False)
-            computed += len(ids) - cached
+        with doing(f"scoring {trajectory}"):
+            logps, cached = await self._request(ids, first, salt, read_cache=self._prefix_cache)
+            computed = len(ids) - cached
+            if logps is None:
+                self._rescored += 1
+                logps, cached = await self._request(ids, first, salt, read_cache=False)
+                computed += len(ids) - cached
         return TeacherScores(tuple(logps), computed, cached)
 
     async def _request(self, ids: list[int], first: int, salt: str, read_cache: bool) -> tuple[list[float] | None, int]:

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from skyrl_thundersync.heartbeat import HungActorError, Watch
+from skyrl_thundersync.heartbeat import HungActorError, Watch, gone, status
 
 DEADLINE_S = 6.0
 WORK = {
+    "says": "at('waiting')\n    with doing('the sweep of g_0'):\n        with doing('more'): pass\n        time.sleep(600)",
     "works": "while True: sum(i * i for i in range(10**5))",
     "waits": "threading.Event().wait()",
     "hangs": "while True: ctypes.PyDLL(None).sleep(600)",  # in C, with the interpreter's lock
@@ -20,7 +21,8 @@ WORK = {
 
 def start(folder, name: str) -> subprocess.Popen:
     code = (
-        "import ctypes, sys, threading\nfrom skyrl_thundersync.logs import redirect\nredirect(sys.argv[1])\n"
+        "import ctypes, sys, threading, time\nfrom skyrl_thundersync.heartbeat import at, doing\n"
+        "from skyrl_thundersync.logs import redirect\nredirect(sys.argv[1])\n"
         f"def the_work():\n    {WORK[name]}\nthe_work()\n"
     )
     return subprocess.Popen([sys.executable, "-c", code, str(folder / f"{name}.log")])
@@ -70,3 +72,23 @@ def test_a_process_that_ended_is_no_hang(tmp_path, actors):
         victim.kill()
         victim.wait()
         until(lambda: not (tmp_path / "waits.alive").exists())
+
+
+def test_a_process_says_what_it_is_at_and_the_file_still_says_so_when_it_is_gone(tmp_path, actors):
+    victim = actors("says")
+    file = tmp_path / "says.alive"
+    until(lambda: file.is_file() and status(file)[2] == "the sweep of g_0")
+    assert gone(tmp_path) == []
+    victim.kill()
+    victim.wait()
+    (said,) = gone(tmp_path)
+    assert said.startswith(f"says (process {victim.pid}) died, at: the sweep of g_0. Its log: ")
+
+
+def test_a_hang_that_the_run_got_over_is_no_error(tmp_path, actors):
+    with Watch(tmp_path, 1.0) as watch:
+        victim = actors("waits")
+        until(lambda: (tmp_path / "waits.alive").is_file())
+        os.kill(victim.pid, signal.SIGSTOP)
+        until(lambda: watch.error is not None)
+        assert victim.wait(30) == -signal.SIGKILL

@@ -1,12 +1,15 @@
 """The rollout engine: what it samples, what it says about it, what it refuses, how it fails."""
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import ray
 from host import Hosted
 from models import forward_logps, random_ids
+from ray.exceptions import RayActorError
 
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import start_replicas
@@ -94,6 +97,37 @@ def test_a_session_stays_with_its_replica_and_sessions_spread(replicas, tokenize
     assert sorted(b - a for a, b in zip(spread, served(), strict=True)) == [0, 3]
     for session in sessions:
         asyncio.run(client.finish_session(session))
+
+
+@ray.remote(num_cpus=0)
+class Dying:
+    """A replica whose process ends when it is asked for anything but whether it is ready."""
+
+    async def ready(self):
+        return {}
+
+    async def generate(self, *_args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    publish = generate
+
+
+def test_when_a_replica_dies_its_turns_are_sampled_by_another_as_they_would_have_been(replicas, tokenizer):
+    """Same context, seed and version: the trajectory cannot tell. The dead one gets no session and no weights any more."""
+    dying, told = Dying.remote(), []
+    client = LocalEngineClient([dying, replicas[0]], tokenizer, "policy", told.append)
+    prompts, sessions = [random_ids(i, 12) for i in range(4)], [f"d{i}" for i in range(4)]
+    output = generate(client, prompts, sessions, seed=3)
+    alone = generate(client_of(replicas[:1], tokenizer), prompts, seed=3)
+    assert output["response_ids"] == alone["response_ids"]
+    assert output["replicas"] == [1] * 4
+    assert len(told) == 1 and "rollout-0 died; 1 rollout replicas go on" in told[0]
+    assert len(asyncio.run(client.stats())) == 1
+
+
+def test_with_the_last_replica_the_run_ends(cluster, tokenizer):
+    with pytest.raises(RayActorError):
+        generate(client_of([Dying.remote()], tokenizer), [random_ids(0, 12)])
 
 
 def test_a_stop_string_leaves_ids_and_log_probs_equally_long(replicas, tokenizer, checkpoints):

@@ -264,22 +264,27 @@ def test_a_failed_request_is_tried_again(cluster):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raise", "connection reset by teacher"), ("hang", r"no answer within 0\.5 s"), ("die", "actor")],
+    [
+        ("raise", " in 3 tries.*connection reset by teacher"),
+        ("hang", r" in 3 tries.*no answer within 0\.5 s"),
+        ("die", ": its last replica, teacher-0, died: .*actor"),
+    ],
 )
 def test_after_the_last_try_the_source_and_the_cause_are_named(cluster, how, said):
     replica, client = flaky_client(cluster, how, 99, timeout=0.5 if how == "hang" else 30)
     source = turns(4, [(5, 3)])[0]
-    with pytest.raises(TeacherError, match=rf"(?s)did not score group4_0/turn0 in 3 tries.*{said}"):
+    with pytest.raises(TeacherError, match=rf"(?s)did not score group4_0/turn0{said}"):
         asyncio.run(client.score(source))
     if how != "die":
         assert ray.get(replica.count.remote()) == 3
 
 
 def test_when_a_replica_dies_another_goes_on(cluster, teachers, model):
-    dying = Flaky.remote("die", 99)
-    client = TeacherClient([dying, teachers["transformers"]], 30, 1, backoff_s=0.01)
+    dying, told = Flaky.remote("die", 99), []
+    client = TeacherClient([dying, teachers["transformers"]], 30, 1, backoff_s=0.01, say=told.append)
     sources = turns(71, [(50, 20), (30, 20)])
     close_to(asyncio.run(score_all(client, sources)), brute_force(model, sources))
+    assert len(told) == 1 and "teacher-0 died; 1 teacher replicas go on" in told[0]
 
 
 @pytest.mark.parametrize("logp", [math.nan, -math.inf])

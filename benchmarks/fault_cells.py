@@ -1,0 +1,164 @@
+"""The cells of `make faults`: what happens, in which phase of an update, to which process, and how the run should end."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+
+from benchmarks.fault_phases import AT_WORK, DRIVER, ROLLOUT, TEACHER
+
+LEARNER = "learner-1"
+
+HANG_S = 10
+"""thundersync.hang_timeout_s in all cells."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault in one phase.
+
+    Attributes:
+        fault: its name, in the table.
+        victim: process that it hits; None where it is there from the start.
+        watch: process whose being at the phase is waited for.
+        event: a signal's number, "sockets" (its connections are shut) or "full" (a filesystem fills up).
+        ends: exit statuses that are a clean end; 0: the run goes on to its last update.
+        options: overrides.
+        special: what else is prepared; see `faults.prepared`.
+        deadline_s: from the event to the run's end, where it ends.
+        says: what the screen must name, as a pattern.
+    """
+
+    fault: str
+    phase: str
+    victim: str | None
+    watch: str
+    event: int | str | None
+    ends: tuple[int, ...]
+    options: tuple[str, ...] = ()
+    special: str | None = None
+    deadline_s: float = 60.0
+    says: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault}, {self.phase}".replace(" ", "-").replace(",", "")
+
+
+def cells() -> list[Cell]:
+    """All of them, in the order of the table."""
+    return [
+        *_killed(),
+        *_stopped(),
+        *_cut(),
+        *(_whole("Ctrl-C", signal.SIGINT, 130, phase, "Stopped") for phase in AT_WORK),
+        *(_whole("SIGTERM", signal.SIGTERM, 143, phase, "Stopped by SIGTERM") for phase in AT_WORK),
+        *(_whole("kill -9 of the run", signal.SIGKILL, -9, phase, "") for phase in AT_WORK),
+        *_full(),
+        *_poisoned(),
+    ]
+
+
+def _whole(fault: str, number: int, status: int, phase: str, says: str) -> Cell:
+    """A signal to the run itself, while one of its processes is at the phase."""
+    late = phase == "checkpoint" and number == signal.SIGTERM
+    return Cell(
+        fault,
+        phase,
+        DRIVER,
+        AT_WORK[phase],
+        number,
+        (status,),
+        options=EVALUATE if phase == "evaluation" else (),
+        says=says,
+        deadline_s=90.0 if late else 60.0,
+    )
+
+
+EVALUATE = ("trainer.eval_before_train=true", "trainer.eval_interval=100")
+RESTARTS = ("thundersync.learner.max_restarts=1",)
+TWO_TEACHERS = ("thundersync.teacher.replicas=2",)
+TWO_ENGINES = ("generator.inference_engine.num_engines=2",)
+
+
+def _killed() -> list[Cell]:
+    kill = signal.SIGKILL
+    learner = Cell("learner rank killed", "", LEARNER, LEARNER, kill, (1,), says="(?i)learner")
+    rollout = Cell("rollout replica killed", "", ROLLOUT, ROLLOUT, kill, (1,), says="(?i)rollout|replica")
+    teacher = Cell("teacher replica killed", "", TEACHER, TEACHER, kill, (1,), says="(?i)teacher")
+    two_engines = replace(
+        rollout, fault="one of two rollout replicas killed", options=TWO_ENGINES, ends=(0,), says="rollout-0 died; 1 "
+    )
+    two_teachers = replace(
+        teacher, fault="one of two teacher replicas killed", options=TWO_TEACHERS, ends=(0,), says="teacher-0 died; 1 "
+    )
+    again = replace(
+        learner, fault="learner rank killed, may restart", options=RESTARTS, ends=(0,), says="died.*start again"
+    )
+    return [
+        replace(again, phase="forward"),
+        replace(again, phase="sweep"),
+        replace(again, phase="teacher", watch=TEACHER),
+        replace(learner, phase="start-up"),
+        replace(learner, phase="forward"),
+        replace(learner, phase="sweep"),
+        replace(learner, phase="finish"),
+        replace(learner, phase="step"),
+        replace(learner, phase="publish", victim="learner-0", watch="learner-0"),
+        replace(learner, phase="checkpoint"),
+        replace(rollout, phase="rollout"),
+        replace(two_engines, phase="rollout"),
+        replace(two_engines, phase="publish"),
+        replace(rollout, phase="publish"),
+        replace(rollout, phase="evaluation", options=EVALUATE),
+        replace(teacher, phase="start-up"),
+        replace(teacher, phase="teacher"),
+        replace(two_teachers, phase="teacher"),
+    ]
+
+
+def _stopped() -> list[Cell]:
+    stop = Cell("", "", None, "", signal.SIGSTOP, (1,), deadline_s=HANG_S + 30.0)
+    found = []
+    for process, phases in (
+        (LEARNER, ("forward", "sweep", "finish", "checkpoint")),
+        (ROLLOUT, ("start-up", "rollout", "publish")),
+        (TEACHER, ("teacher",)),
+    ):
+        for phase in phases:
+            name = f"{process.partition('-')[0]} stopped (hangs)"
+            found.append(
+                replace(stop, fault=name, phase=phase, victim=process, watch=process, says=f"HungActor.*{process}")
+            )
+    return found
+
+
+def _cut() -> list[Cell]:
+    cut = Cell("connections shut", "", None, "", "sockets", (1,))
+    return [
+        replace(
+            cut, fault=f"{process.partition('-')[0]}'s connections shut", phase=phase, victim=process, watch=process
+        )
+        for process, phase in ((LEARNER, "forward"), (LEARNER, "finish"), (ROLLOUT, "rollout"), (TEACHER, "teacher"))
+    ]
+
+
+def _full() -> list[Cell]:
+    full = Cell("", "", None, "", "full", (1,), says="(?i)no space|free")
+    return [
+        replace(full, fault="checkpoints' disk full", phase="rollout", watch=ROLLOUT, special="checkpoint disk"),
+        replace(full, fault="checkpoints' disk full", phase="checkpoint", watch=LEARNER, special="checkpoint disk"),
+        replace(full, fault="run folder's disk full", phase="rollout", watch=ROLLOUT, special="run disk"),
+        replace(full, fault="run folder's disk full", phase="publish", watch="learner-0", special="run disk"),
+    ]
+
+
+def _poisoned() -> list[Cell]:
+    nan = Cell("", "", None, "", None, (1,), deadline_s=240.0)
+    return [
+        replace(nan, fault="teacher gives NaN", phase="start-up", special="NaN teacher", says="(?i)nan|finite"),
+        replace(nan, fault="teacher gives NaN", phase="teacher", special="NaN teacher later", says="(?i)nan|finite"),
+        replace(nan, fault="student's weights NaN", phase="start-up", special="NaN student", says="(?i)nan|finite"),
+        replace(nan, fault="checker prints NaN", phase="rollout", special="NaN reward", says="(?i)nan|finite"),
+        replace(nan, fault="newest checkpoint torn", phase="start-up", special="torn checkpoint", says="torn"),
+    ]

@@ -1,0 +1,75 @@
+"""What goes wrong, for real: signals, connections that are shut, filesystems that fill up, numbers that are none."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PIDFD_OPEN, PIDFD_GETFD = 434, 438
+
+
+def shut_connections(pid: int) -> int:
+    """Shut every established stream connection of a process, as a broken network would; how many there were. Needs root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = libc.syscall(PIDFD_OPEN, pid, 0)
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), f"pidfd_open({pid})")
+    shut = 0
+    for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(entry.stat().st_mode):
+                continue
+        own = libc.syscall(PIDFD_GETFD, handle, int(entry.name), 0)
+        if own >= 0:
+            with socket.socket(fileno=own) as connection, suppress(OSError):
+                if connection.type == socket.SOCK_STREAM:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+    os.close(handle)
+    return shut
+
+
+@contextmanager
+def small_filesystem(folder: Path, mib: int) -> Iterator[Path]:
+    """A filesystem of its own at `folder`. Needs root."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "faults", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte free in the filesystem of `folder`."""
+    free = os.statvfs(folder)
+    with (folder / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+
+
+def poisoned_model(source: Path, target: Path, row: int | None = None) -> Path:
+    """A copy of a model folder that gives NaN: whatever it reads or, with `row`, once it has read that token."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][slice(None) if row is None else row] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def poisoned_tasks(source: Path, target: Path) -> Path:
+    """The same tasks, whose checker's reward is no number."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    target.write_text("".join(json.dumps({**row, "checker": "echo reward=nan\n"}) + "\n" for row in rows))
+    return target
