@@ -7,9 +7,11 @@ same ledger, gate, placement and queues without asyncio, for batches of millions
 from __future__ import annotations
 
 import asyncio
+import gc
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,8 +170,21 @@ def direct(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Poli
     events = Events()
     update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy)
     rollouts.begin(events, update, update.on_rollouts_ended)
-    events.run(update.settle, update.woken)
+    with _uncollected():
+        events.run(update.settle, update.woken)
     return update.close()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cycle collector, which would walk millions of live objects again and again and find no cycle."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> Run:
