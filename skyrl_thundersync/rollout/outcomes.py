@@ -84,11 +84,18 @@ class Outcomes:
 
     def reward(self, graded: float, env_metrics: Mapping[str, Any]) -> float | None:
         """The reward that the trajectory is learned from with; None where it is masked."""
-        outcome = outcome_of(env_metrics)
+        return self.reward_for(outcome_of(env_metrics), graded)
+
+    def reward_for(self, outcome: str | None, graded: float) -> float | None:
+        """The same, of an outcome that is known."""
         disposition = "trained" if outcome is None else self._of[outcome]
         if disposition == "masked":
             return None
         return 0.0 if disposition == "zero" else graded
+
+    def stops(self, outcome: str) -> bool:
+        """Whether the run ends with this outcome."""
+        return self._of[outcome] == "stop"
 
     async def play(self, name: str, episode: Callable[[], Awaitable[T]]) -> T:
         """Roll out; again where it could not start and the table says so. `StartError` says that nothing was sampled.
