@@ -1,8 +1,12 @@
-"""Subcommands that explain a run: verify, timeline, report, doctor. Heavy imports happen when one is used."""
+"""Subcommands that explain a run: verify, timeline, report, doctor, bench, simulate, theory.
+
+Heavy imports happen when one is used.
+"""
 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +19,12 @@ from skyrl_thundersync.errors import ConfigError
 
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 FAILED = 1
+ELSEWHERE = (
+    ("bench", "skyrl_thundersync.bench", "Time one configuration under sync, group and thundersync on the same seeds."),
+    ("simulate", "skyrl_thundersync.analysis.simulate", "Predict step time, tail and memory in virtual time."),
+    ("theory", "skyrl_thundersync.analysis.theory", "What overlap is worth by the paper's theory."),
+)
+"""Subcommands whose options a module's `command` declares: name, module, help. Loaded when one is used."""
 
 
 def register(app: typer.Typer) -> None:
@@ -23,6 +33,19 @@ def register(app: typer.Typer) -> None:
     app.command()(timeline)
     app.command()(report)
     app.command()(doctor)
+    for name, module, what in ELSEWHERE:
+        _forward(app, name, module, what)
+
+
+def _forward(app: typer.Typer, name: str, module: str, what: str) -> None:
+    """Add `name`, whose arguments, --help included, go to the module's own `command`."""
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, help=what, context_settings=anything, add_help_option=False)
+    def forwarded(ctx: typer.Context) -> None:
+        inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        inner.command()(import_module(module).command)
+        inner(args=ctx.args, prog_name=ctx.command_path)
 
 
 def verify(

@@ -1,6 +1,6 @@
 """The theory's curves as data and as plain SVG files: no plotting library is needed.
 
-    python -m skyrl_thundersync.analysis.theory --plot FOLDER
+    skyrl theory --plot FOLDER
 
 `plot` writes one SVG a figure and `theory.json` with every number drawn. Measured points go on top of the curves.
 """

@@ -1,8 +1,8 @@
 """Which split of the devices, which schedule, which admission cap: answered in virtual time, before anything is rented.
 
-    python -m skyrl_thundersync.analysis.simulate turns=30 skew=2 learner_rate=3000         the schedules side by side
-    python -m skyrl_thundersync.analysis.simulate --gpus 8 --caps 1,2,4,none                all splits, schedules and caps
-    python -m skyrl_thundersync.analysis.simulate --run RUN_FOLDER                          a recorded run's batches again
+    skyrl simulate turns=30 skew=2 learner_rate=3000         the schedules side by side
+    skyrl simulate --gpus 8 --caps 1,2,4,none                all splits, schedules and caps
+    skyrl simulate --run RUN_FOLDER                          a recorded run's batches again
 
 key=value sets a field of `workload.Workload` or `machines.Machine`. The scheduler is the one that trains (virtual_update.py).
 """
@@ -252,7 +252,3 @@ def _answer(rows: list[Row]) -> str:
 
 def _split(row: Row) -> str:
     return f"{row.ranks} ranks + {row.replicas} replicas" + (f" + {row.teachers} teachers" if row.teachers else "")
-
-
-if __name__ == "__main__":
-    typer.run(command)

@@ -4,7 +4,7 @@ Plain numpy; every argument broadcasts. Times are divided by the rollout time R,
 ρ = L/R is learner service, κ = P/R the suffix (final reduction, step, publication), λ the learner's tail after the last
 rollout.
 
-    python -m skyrl_thundersync.analysis.theory --rho 1.2 --objective opd --turns 20 --share 0.67 --plot FOLDER
+    skyrl theory --rho 1.2 --objective opd --turns 20 --share 0.67 --plot FOLDER
 
 Beyond the paper: durations may be skewed (U^skew instead of U), which is how heterogeneity enters here, and laws
 can be built from measured release times.
@@ -296,7 +296,3 @@ def predict(
         "speedup": float(waves_speedup(waves, rho, kappa, lam)),
         "speedup_bound": float(speedup_bound(rho, kappa / waves)),
     }
-
-
-if __name__ == "__main__":
-    typer.run(command)
