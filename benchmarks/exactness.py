@@ -43,7 +43,7 @@ POLICIES = {
     "eager": {"block_tokens": 0, "forest": EagerForest},
 }
 MODELS = {name: (name, {}) for name in FAMILIES} | {"llama, tied head": ("llama", {"tie_word_embeddings": True})}
-QUICK = {"models": ("qwen3", "glm4_moe_lite"), "policies": ("fused", "retain")}
+QUICK = {"models": ("qwen3", "glm4_moe_lite"), "policies": {name: POLICIES[name] for name in ("fused", "retain")}}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def streamed(folder: str, works: list[Work], objective: str, dtype: str, policy:
 
 
 def table(models, policies, dtypes, ranks, device: str, folder: Path, works: list[Work]):
-    """Rows of the table, model by model."""
+    """Rows of the table, model by model. policies: as POLICIES."""
     for name in models:
         family, changes = MODELS[name]
         model = save_model(folder / name, family, **changes)
@@ -104,7 +104,7 @@ def table(models, policies, dtypes, ranks, device: str, folder: Path, works: lis
             # eager needs sources that are complete on arrival
             able = [policy for policy in policies if policy != "eager" or objective == "opd"]
             for policy, n in [(policy, 1) for policy in able] + [("fused", n) for n in ranks if n > 1]:
-                ours = streamed(model, works, objective, dtype, POLICIES[policy], n, device)
+                ours = streamed(model, works, objective, dtype, policies[policy], n, device)
                 yield Row(name, dtype, policy, objective, n, distance(ours, true), own, bound(dtype, own))
 
 
@@ -160,7 +160,7 @@ def main(
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console = Console(stderr=as_json)
-    models, policies = (QUICK["models"], QUICK["policies"]) if quick else (tuple(MODELS), tuple(POLICIES))
+    models, policies = (QUICK["models"], QUICK["policies"]) if quick else (tuple(MODELS), POLICIES)
     works = batch(seed=21, groups=3, samples=3)
     with tempfile.TemporaryDirectory(prefix="exactness-") as name:
         folder = Path(name)

@@ -225,7 +225,9 @@ def main(
         f"{where}: BF16 matmul {flops / 1e12:.2f} TFLOP/s, copy {copied / 1e12:.3f} TB/s, torch {torch.__version__}"
     )
     works = batch(seed=21, groups=2 if quick else 3, samples=2 if quick else 3)
-    models, policies = (("qwen3",), ("fused",)) if quick else (tuple(MODELS), tuple(POLICIES))
+    models = ("qwen3",) if quick else tuple(MODELS)
+    policies = {"fused": POLICIES["fused"]} if quick else dict(POLICIES)
+    policies["states moved"] = {**POLICIES["fused"], "state_gib": 0.0}  # all of them, to host memory and back
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gpu-exactness-") as name:
         for row in table(models, policies, ("float64", "float32", "bfloat16"), (), device, Path(name), works):

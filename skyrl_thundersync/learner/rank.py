@@ -262,5 +262,7 @@ def _name(work: Work) -> str:
 
 
 def _states(gib: float | None, device: str) -> StateBudget:
+    if gib is None:
+        return StateBudget()
     mover = StreamMover(torch.device(device, torch.cuda.current_device())) if device == "cuda" else None
-    return StateBudget(None if gib is None else int(gib * 2**30), mover)
+    return StateBudget(int(gib * 2**30), mover)
