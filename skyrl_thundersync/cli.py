@@ -15,12 +15,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from skyrl_thundersync import __version__, insight, plugins, presets
 from skyrl_thundersync.data import cli as data_cli
-from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.errors import ConfigError, tell
 from skyrl_thundersync.rollout import eval_cli
 
 app = typer.Typer(
@@ -29,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language-model agents with SkyRL.",
 )
-USAGE_ERROR = 2
 INTERRUPTED = 130
 
 TRAIN_HELP = """Train, with a plugin's algorithm or with SkyRL's own.
@@ -145,8 +143,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except ConfigError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
-        sys.exit(USAGE_ERROR)
+        sys.exit(tell(error))
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)

@@ -16,7 +16,7 @@ from pathlib import Path
 from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import cheap_checks
-from skyrl_thundersync.errors import ConfigError, first_cause
+from skyrl_thundersync.errors import ConfigError, first_cause, tell
 from skyrl_thundersync.quiet import quiet_imports
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -27,7 +27,18 @@ class Preempted(BaseException):
 
 
 def main() -> None:
-    """Train with the configuration on the command line. Exits 0 when done, 130 on Ctrl-C, 1 on any error."""
+    """Train with the configuration on the command line.
+
+    Exits 0 when done, 2 for a configuration or machine that cannot run, 130 on Ctrl-C, 1 on any other error.
+    """
+    try:
+        cfg = _configured()
+    except ConfigError as error:
+        raise SystemExit(tell(error)) from error
+    raise SystemExit(train(cfg))
+
+
+def _configured():
     from skyrl_thundersync.presets import build_config
     from skyrl_thundersync.validate import apply_host_defaults, validate
 
@@ -37,7 +48,7 @@ def main() -> None:
         validate(cfg)
     if problems := [problem for check in cheap_checks() for problem in check.problems]:
         raise ConfigError("\n".join(problems))
-    raise SystemExit(train(cfg))
+    return cfg
 
 
 def train(cfg) -> int:

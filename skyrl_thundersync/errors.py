@@ -1,10 +1,14 @@
-"""Errors of the whole program, and which one of several to report."""
+"""Errors of the whole program, which one of several to report, and how a user's own are told."""
+
+import sys
+
+USAGE_ERROR = 2
 
 
 class ConfigError(ValueError):
     """A configuration or input that cannot run. The message says what is wrong, where it came from and what to do.
 
-    The command line prints it without a traceback and exits 2.
+    The command line prints it without a traceback and exits 2 (`tell`).
     """
 
 
@@ -17,3 +21,12 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def tell(error: ConfigError) -> int:
+    """Print it for a person; returns the exit status."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    Console(file=sys.stderr, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+    return USAGE_ERROR

@@ -120,6 +120,16 @@ def test_training_goes_in_through_skyrls_own_entry(tmp_path, site):
     assert [json.loads(line.removeprefix("RESULT ")) for line in results] == [[9, "007", 1]] * 2
 
 
+@pytest.mark.timeout(200)
+def test_what_a_user_can_put_right_is_one_line_through_skyrls_own_entry_too(tmp_path):
+    command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base"]
+    command += ["trainer.override_entrypoint=skyrl_thundersync.entrypoint", "trainer.sed=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: unknown option 'trainer.sed' (command line). Did you mean")
+
+
 def test_a_dry_run_checks_and_starts_nothing(arguments, capsys, monkeypatch):
     import ray
 
