@@ -160,5 +160,7 @@ def _poisoned() -> list[Cell]:
         replace(nan, fault="teacher gives NaN", phase="teacher", special="NaN teacher later", says="(?i)nan|finite"),
         replace(nan, fault="student's weights NaN", phase="start-up", special="NaN student", says="(?i)nan|finite"),
         replace(nan, fault="checker prints NaN", phase="rollout", special="NaN reward", says="(?i)nan|finite"),
-        replace(nan, fault="newest checkpoint torn", phase="start-up", special="torn checkpoint", says="torn"),
+        replace(
+            nan, fault="newest checkpoint torn", phase="start-up", special="torn checkpoint", ends=(2,), says="torn"
+        ),
     ]

@@ -1,6 +1,6 @@
 """What happens when things break: fault × phase, each by the real event, in whole runs of the tiny quickstart job.
 
-    python -m benchmarks.faults [--only PATTERN] [--kills N] [--soak N] [--folder DIR] [key=value …]
+    python -m benchmarks.faults [--only PATTERN]… [--kills N] [--soak N] [--folder DIR] [key=value …]
 
 A row says how the run ended and how far the newest checkpoint is from the undisturbed run on the same samples. Rows done
 before in the same folder are not run again. Root is needed for full disks and shut connections. See docs/faults.md.
@@ -26,14 +26,17 @@ from benchmarks.fault_chain import Chain, Result
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="For every run.")] = None,
-    only: Annotated[str, typer.Option(help="Run the cells whose 'fault, phase' this pattern is found in.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only cells in whose 'fault, phase' this pattern is found.")
+    ] = None,
     kills: Annotated[int, typer.Option(help="Instead: kill -9 the run at so many random moments, and resume.")] = 0,
     soak: Annotated[int, typer.Option(help="Instead: train so many updates and watch every process's resources.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where the runs and their results are kept.")] = Path("runs/faults"),
     listing: Annotated[bool, typer.Option("--list", help="Only list the cells.")] = False,
 ) -> None:
     """Run cells one after another; print the table. Exits 1 when one failed."""
-    chosen = [cell for cell in cells() if re.search(only, f"{cell.fault}, {cell.phase}")]
+    named = {f"{cell.fault}, {cell.phase}": cell for cell in cells()}
+    chosen = list(dict.fromkeys(named[name] for pattern in only or [""] for name in named if re.search(pattern, name)))
     if listing:
         for cell in chosen:
             print(f"{cell.fault}, {cell.phase}")

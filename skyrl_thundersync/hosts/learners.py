@@ -16,9 +16,10 @@ import pickle
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -28,6 +29,8 @@ from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.stream.sources import Work, WorkDone
+
+T = TypeVar("T")
 
 # Larger than any trajectory: schedules that run after the rollouts forward each trajectory once, whole.
 WHOLE_TRAJECTORY = 2**31
@@ -76,23 +79,28 @@ class Learners:
 
     async def run(self, rank: int, work: list[Work]) -> list[WorkDone]:
         """Do `work` in order on a rank. Raises what the rank raised, or RayActorError when it died and may not restart."""
+        done = await self._ask(rank, lambda actor: actor.run_many.remote(work))
+        if self._journals:
+            self._journals[rank].add(work)
+        return done
+
+    async def settle(self) -> None:
+        """All ranks are there and hold the whole batch. Call it before the finish, which no restart can repair."""
+        await asyncio.gather(*(self._ask(rank, lambda actor: actor.stats.remote()) for rank in range(self._world)))
+
+    async def _ask(self, rank: int, call: Callable[[Any], Awaitable[T]]) -> T:
+        """A rank's answer, from a process that still is that rank."""
         while True:
             async with self._lock:  # not while ranks restart
                 actor, generation = self.actors[rank], self._generation
             try:
-                done = await actor.run_many.remote(work)
+                answer = await call(actor)
             except RayActorError as error:
                 await self._restart(generation, rank, error)
                 continue
             # An answer that came while a restart had begun is of a process that is gone, and in no journal.
             if generation == self._generation:
-                if self._journals:
-                    self._journals[rank].add(work)
-                return done
-
-    async def settle(self) -> None:
-        """All ranks are there and hold the whole batch. Call it before the finish, which no restart can repair."""
-        await asyncio.gather(*(self.run(rank, []) for rank in range(self._world)))
+                return answer
 
     def keep(self, version: int) -> None:
         """Every rank copies its shard as that of θ_version, before any work that it is given later; returns at once."""
