@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,6 +86,20 @@ def swe_smith(
 
     source = _refusing(lambda: prepare.swe_smith_source(files, max_turns, partial_credit))
     _finish(source, output, decontaminate, None, True)
+
+
+@app.command("swe-bench", help="SWE-bench (Verified) for evaluation: the data set as .json, .jsonl or .parquet.")
+def swe_bench(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .jsonl file of tasks to write.")],
+    max_turns: Turns = 300,
+) -> None:
+    from skyrl_thundersync.data.swe_bench import read_instances, terminal_row
+
+    rows = [terminal_row(instance, max_turns) for instance in read_instances(file)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Console().print(f"{len(rows)} tasks in {output}")
 
 
 @app.command(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +31,23 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A LoRA adapter to serve over the model.")
     ] = None,
+    swe_bench: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Grade with swebench's harness: SWE-bench's data set as JSON."),
+    ] = None,
+    swe_bench_python: Annotated[str, typer.Option(help="An interpreter that has swebench.")] = sys.executable,
+    swe_bench_workers: Annotated[int, typer.Option(min=1, help="Instances that the harness grades at once.")] = 4,
 ) -> None:
     from skyrl_thundersync.quiet import quiet_imports
 
     console = Console(stderr=True)
     with console.status("loading SkyRL"), quiet_imports():
         from skyrl_thundersync.rollout import eval_run
-    summary = eval_run.run(arguments or [], attempts, adapter, output, console)
+        from skyrl_thundersync.rollout import swe_bench as harness
+    grade = None
+    if swe_bench is not None:
+        grade = partial(harness.grade, dataset=swe_bench, python=swe_bench_python, workers=swe_bench_workers)
+    summary = eval_run.run(arguments or [], attempts, adapter, output, console, grade)
     show(summary, output)
 
 

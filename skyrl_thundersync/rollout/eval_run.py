@@ -8,6 +8,8 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import apply_host_defaults, uses_cuda
 from skyrl_thundersync.presets import build_config
 from skyrl_thundersync.quiet import quiet_imports
-from skyrl_thundersync.rollout import eval_cli, terminal_env
+from skyrl_thundersync.rollout import eval_cli, swe_bench, terminal_env
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import LORA_NAME, EngineSpec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
@@ -31,8 +33,17 @@ from skyrl_thundersync.sandbox.pool import SandboxPool
 PROBE_TOKENS = 16
 
 
-def run(arguments: list[str], attempts: int, adapter: Path | None, output: Path, console: Console) -> dict[str, Any]:
+def run(
+    arguments: list[str],
+    attempts: int,
+    adapter: Path | None,
+    output: Path,
+    console: Console,
+    grade: Callable[[Path], object] | None = None,
+) -> dict[str, Any]:
     """Make what is missing of `attempts` at each task of `data.val_data`, and write and return the summary.
+
+    `grade`: called with the output folder when all are made, for tasks that are graded elsewhere.
 
     Raises:
         ConfigError: what the user has to put right.
@@ -57,6 +68,9 @@ def run(arguments: list[str], attempts: int, adapter: Path | None, output: Path,
             _session(cfg, tasks, todo, files, adapter, console)
     finally:
         files.close()
+    if grade is not None:
+        with console.status("grading"):
+            grade(output)
     summary = summarise(output, task_ids, attempts)
     eval_cli.write(summary, Path(cfg.trainer.policy.model.path).name, output)
     return summary
@@ -143,7 +157,8 @@ def _session(
                     solved = sum(a.solved for a in files.attempts)
                     status.update(f"{len(files.attempts)} attempts done, {solved} solved")
 
-                asyncio.run(evaluate(cfg, generator, tasks, todo, files.session, started, add))
+                keep = partial(swe_bench.keep_patch, files.folder)
+                asyncio.run(evaluate(cfg, generator, tasks, todo, files.session, started, add, keep))
         finally:
             ray.shutdown()
     files.note({**record, "startup_s": startup, "wall_s": time.monotonic() - started, "backend": pool.backend})

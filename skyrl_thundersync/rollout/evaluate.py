@@ -53,8 +53,11 @@ async def evaluate(
     session: int,
     started: float,
     add: Callable[[Attempt], None],
+    keep: Callable[[str, int, str], None] = lambda task_id, attempt, collected: None,
 ) -> None:
     """Make every attempt of `todo`, at most `generator.inference_engine.max_num_seqs` x replicas at a time; `add` each.
+
+    `keep` gets what a row with `collect` left, before its attempt is added.
 
     Any error ends the evaluation; attempts that `add` got stay.
     """
@@ -64,7 +67,7 @@ async def evaluate(
 
     async def one(task_id: str, attempt: int) -> None:
         async with places:
-            add(await _attempt(cfg, generator, by_id[task_id], attempt, session, started))
+            add(await _attempt(cfg, generator, by_id[task_id], attempt, session, started, keep))
 
     async with asyncio.TaskGroup() as group:
         for task_id, attempt in todo:
@@ -78,6 +81,7 @@ async def _attempt(
     attempt: int,
     session: int,
     started: float,
+    keep: Callable[[str, int, str], None],
 ) -> Attempt:
     begin = time.monotonic()
     sampling = get_sampling_params_for_backend("vllm", cfg.generator.eval_sampling_params)
@@ -94,6 +98,8 @@ async def _attempt(
         training_phase=TRAINING_PHASE_EVAL,
     )
     metrics = output.env_metrics
+    if "collected" in metrics:
+        keep(task["task_id"], attempt, metrics["collected"])
     reward = output.reward if isinstance(output.reward, int | float) else sum(output.reward)
     return Attempt(
         task_id=task["task_id"],

@@ -105,6 +105,7 @@ class TerminalEnv(BaseTextEnv):
     - setup: bash, run once in the agent's shell before the first turn;
     - tests: {path: text or {"base64": …}} or its JSON: the checker is a Harbor verifier (`harbor_verifier`), which finds
       them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
+    - collect: what the checker prints is kept (metric `collected`) and graded elsewhere: evaluation only;
     - agent_timeout_s: the episode ends, and is graded, after the first turn past it; verifier_timeout_s;
     - needs: what this environment has not, comma-separated; a row with any is refused.
     """
@@ -132,6 +133,8 @@ class TerminalEnv(BaseTextEnv):
         self._setup = extras.get("setup") or ""
         self._tests = _tests(self.task_id, extras)
         self._verifier_env = _mapping(self.task_id, extras, "verifier_env")
+        self._collect = extras.get("collect") is True
+        self._collected = ""
         self._partial_credit = extras.get("partial_credit") is not False
         self._agent_timeout_s = _seconds(extras, "agent_timeout_s", math.inf)
         self._verifier_timeout_s = _seconds(extras, "verifier_timeout_s", CHECKER_TIMEOUT_S)
@@ -242,7 +245,8 @@ class TerminalEnv(BaseTextEnv):
         timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward, seconds that the sandbox
         was waited for and 1.0 where it had been started ahead. For `outcomes`: 1.0 where the episode came to an end in here
         (0.0: the host ran out of context), where its time ran out, and where the machinery failed."""
-        return {
+        collected = {"collected": self._collected} if self._collect else {}
+        return collected | {
             "turns": self.turns,
             "solved": float(self._solved),
             "tool_seconds": self._tool_seconds,
@@ -285,6 +289,10 @@ class TerminalEnv(BaseTextEnv):
 
     def _grade_by_checker(self, sandbox: Sandbox) -> float:
         result = sandbox.check(self._checker, self._verifier_timeout_s)
+        if self._collect:
+            whole = result.exit_code == 0 and not result.truncated
+            self._collected, self._verifier_failed = result.output if whole else "", not whole
+            return 0.0
         if result.timed_out:
             return 0.0
         lines = result.output.rstrip().splitlines()
