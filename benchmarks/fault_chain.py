@@ -41,7 +41,8 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `outcome` starts with FAILED where the product did not do what the cell asks for."""
+    """One row of the table. `outcome` starts with FAILED where the product did not do what the cell asks for, with NOT
+    STRUCK where the run never came to the phase."""
 
     fault: str
     phase: str
@@ -102,7 +103,7 @@ class Chain:
                 began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
                 status, problem = self._ended(cell, run, began)
             except AssertionError as error:
-                return Result(cell.fault, cell.phase, f"FAILED: {error}", run.process.poll(), 0, None, (), run.output())
+                return Result(cell.fault, cell.phase, f"NOT STRUCK: {error}", run.process.poll(), 0, None, (), "")
             seconds = time.monotonic() - began
             left = run.left(60.0) | (_sockets() - sockets) | (_control_groups() - groups)
             self.collect(run)

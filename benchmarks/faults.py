@@ -48,7 +48,7 @@ def main(
         sys.exit((kills and show_kills(chain, kills)) or (soak and show_soak(chain, soak)))
     results = run_cells(chain, chosen)
     show(results)
-    sys.exit(any(result.outcome.startswith("FAILED") for result in results))
+    sys.exit(any(result.outcome.startswith(("FAILED", "NOT STRUCK")) for result in results))
 
 
 def run_cells(chain: Chain, chosen: list[Cell]) -> list[Result]:
@@ -61,8 +61,9 @@ def run_cells(chain: Chain, chosen: list[Cell]) -> list[Result]:
     for cell in chosen:
         if (cell.fault, cell.phase) not in done:
             result = done[cell.fault, cell.phase] = chain.run(cell)
-            with kept.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+            if not result.outcome.startswith("NOT STRUCK"):
+                with kept.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
             print(
                 f"{result.fault}, {result.phase}: {result.outcome} ({result.seconds:.0f} s)",
                 file=sys.stderr,
