@@ -8,9 +8,6 @@ at a time, different ones concurrently.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import logging
 import math
 import re
@@ -25,6 +22,7 @@ from skyrl_gym.envs.registration import registry
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
+from skyrl_thundersync.rollout.task_row import TaskError, field, mapping, seconds, task_files, task_tests
 from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action
 from skyrl_thundersync.sandbox.base import (
     WORKSPACE,
@@ -33,7 +31,6 @@ from skyrl_thundersync.sandbox.base import (
     SandboxError,
     SandboxLost,
     StartError,
-    checked_path,
 )
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
@@ -61,15 +58,6 @@ _REWARD = re.compile(r"reward=(\S+)")
 _pool: SandboxPool | None = None
 _config: SandboxConfig | None = None
 _crash_stops = True
-
-
-class TaskError(ValueError):
-    """A task (dataset row) cannot be run; says which task and which field."""
-
-    def __init__(self, task_id: object, field: str, problem: str) -> None:
-        super().__init__(f"task {task_id!r}, field {field!r}: {problem}")
-        self.task_id = task_id
-        self.field = field
 
 
 def configure(pool: SandboxPool, config: SandboxConfig, crash_stops: bool = True) -> None:
@@ -120,25 +108,25 @@ class TerminalEnv(BaseTextEnv):
             raise RuntimeError("terminal_env.configure(pool, config) must be called before the first episode")
         extras = extras or {}
         self._pool, self._config = _pool, _config
-        self.task_id = _field(extras, "task_id", str)
-        self._files = _files(self.task_id, extras)
-        self._checker = _field(extras, "checker", str)
+        self.task_id = field(extras, "task_id", str)
+        self._files = task_files(self.task_id, extras)
+        self._checker = field(extras, "checker", str)
         if extras.get("needs") not in (None, "", "build"):
             raise TaskError(self.task_id, "needs", f"{extras['needs']}: run it through Harbor, not in this environment")
         self._image = extras.get("image")
         if self._pool.backend == "bubblewrap" and extras.get("image_optional"):
             self._image = None
         self._workdir = extras.get("workdir") or WORKSPACE
-        self._env = _mapping(self.task_id, extras, "env")
+        self._env = mapping(self.task_id, extras, "env")
         self._setup = extras.get("setup") or ""
-        self._tests = _tests(self.task_id, extras)
-        self._verifier_env = _mapping(self.task_id, extras, "verifier_env")
+        self._tests = task_tests(self.task_id, extras)
+        self._verifier_env = mapping(self.task_id, extras, "verifier_env")
         self._collect = extras.get("collect") is True
         self._collected = ""
         self._partial_credit = extras.get("partial_credit") is not False
-        self._agent_timeout_s = _seconds(extras, "agent_timeout_s", math.inf)
-        self._verifier_timeout_s = _seconds(extras, "verifier_timeout_s", CHECKER_TIMEOUT_S)
-        self.max_turns = _field(extras, "max_turns", int)
+        self._agent_timeout_s = seconds(extras, "agent_timeout_s", math.inf)
+        self._verifier_timeout_s = seconds(extras, "verifier_timeout_s", CHECKER_TIMEOUT_S)
+        self.max_turns = field(extras, "max_turns", int)
         if self.max_turns < 1:
             raise TaskError(self.task_id, "max_turns", f"must be at least 1, got {self.max_turns}")
         self._sandbox: Sandbox | None = None
@@ -306,58 +294,3 @@ class TerminalEnv(BaseTextEnv):
         if not math.isfinite(reward):
             raise TaskError(self.task_id, "checker", f"printed {match[0]!r}: the reward must be a finite number")
         return reward
-
-
-def _field(extras: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = extras.get(name)
-    if isinstance(value, kind) and not isinstance(value, bool) and value != "":
-        return value
-    problem = "is missing" if value is None or value == "" else f"must be {kind.__name__}, got {value!r}"
-    raise TaskError(extras.get("task_id", "?"), name, problem)
-
-
-def _seconds(extras: Mapping[str, Any], name: str, default: float) -> float:
-    value = extras.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise TaskError(extras.get("task_id", "?"), name, f"must be a positive number of seconds, got {value!r}")
-    return float(value)
-
-
-def _files(task_id: str, extras: Mapping[str, Any]) -> dict[str, str]:
-    if extras.get("files") is None:
-        raise TaskError(task_id, "files", "is missing (a task without files has {})")
-    return _mapping(task_id, extras, "files")
-
-
-def _mapping(task_id: str, extras: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A field that is a mapping or its JSON; {} where it is missing."""
-    value = extras.get(name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise TaskError(task_id, name, f"is no valid JSON: {error}") from error
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TaskError(task_id, name, f"must map paths to texts, got {type(value).__name__}")
-    # A table of rows gives every row the union of all paths, with None where a row has no such file.
-    return {path: text for path, text in value.items() if text is not None}
-
-
-def _tests(task_id: str, extras: Mapping[str, Any]) -> dict[str, bytes] | None:
-    """Contents of a Harbor verifier's files; None where the row has none, so that its checker gives the reward."""
-    if extras.get("tests") is None:
-        return None
-    tests = {}
-    for path, content in _mapping(task_id, extras, "tests").items():
-        try:
-            name = checked_path(path)
-            tests[name] = (
-                content.encode() if isinstance(content, str) else base64.b64decode(content["base64"], validate=True)
-            )
-        except (ValueError, TypeError, KeyError, binascii.Error) as error:
-            raise TaskError(task_id, "tests", f'{path!r}: neither text nor {{"base64": …}}: {error}') from error
-    return tests
