@@ -17,6 +17,7 @@ from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import cheap_checks
 from skyrl_thundersync.errors import ConfigError, first_cause, tell
+from skyrl_thundersync.interrupts import KeptInterrupts
 from skyrl_thundersync.quiet import quiet_imports
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -99,6 +100,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     timeline.open_log(run_dir)
     with (
+        KeptInterrupts() as interrupts,
         Watch(run_dir / "logs", ts.hang_timeout_s),
         SandboxPool(ts.sandbox, run_id=run_dir.name) as pool,
         Cluster(cfg, run_dir, display) as cluster,
@@ -114,6 +116,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         trainer.add_callback(progress)
         try:
             at("training")
+            interrupts.end()
             asyncio.run(_until_preempted(trainer))
         except NothingLeftError as done:
             display.say(f"nothing left to train: {done}")

@@ -45,7 +45,7 @@ def test_metadata_names_licence_commands_and_plugin(site):
     points = {(point.group, point.name): point.value for point in distribution.entry_points}
     assert points["console_scripts", "skyrl"] == points["console_scripts", "skyrl-thundersync"]
     assert points["skyrl.plugins", "thundersync"] == "skyrl_thundersync.plugin:PLUGIN"
-    assert set(distribution.metadata.get_all("Provides-Extra")) == {"cpu", "gpu", "dev"}
+    assert set(distribution.metadata.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "harbor", "swebench"}
 
 
 def test_direct_dependencies_are_pinned_as_in_the_locks():
