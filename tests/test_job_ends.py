@@ -55,6 +55,7 @@ def test_ctrl_c_in_each_phase(tmp_path, phase):
         run.process.kill()
 
 
+@pytest.mark.slow
 def test_a_learner_rank_that_is_killed_ends_the_run_with_its_cause(tmp_path):
     run = job.start(tmp_path / "a", *LONG)
     run.wait_for("1/50", 200)

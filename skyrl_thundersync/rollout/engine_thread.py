@@ -103,7 +103,7 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     lora = dict(enable_lora=True, max_lora_rank=spec.lora_rank, max_loras=1, max_cpu_loras=2) if spec.lora_rank else {}
-    return LLMEngine.from_engine_args(
+    engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=spec.model,
             dtype=spec.dtype,
@@ -119,6 +119,11 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
             **lora,
         )
     )
+    if spec.device == "cpu":
+        from skyrl_thundersync.rollout.cpu_seeds import take_back_discarded
+
+        engine.collective_rpc(take_back_discarded)
+    return engine
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,16 @@ def test_the_same_seed_samples_the_same_tokens(replicas, tokenizer):
     assert again[0] == again[1] != again[2]
 
 
+def test_seeds_hold_where_prompts_are_prefilled_in_parts(replicas, tokenizer):
+    """Together the prompts are more than a step takes, so some are split; alone none is."""
+    client = client_of(replicas[:1], tokenizer)
+    prompts = [random_ids(1000 + seed, 300) for seed in range(16)]
+    together = generate(client, prompts, seed=9, max_tokens=6, ignore_eos=True)["response_ids"]
+    fresh = client_of(replicas[1:], tokenizer)
+    alone = [generate(fresh, [p], seed=9, max_tokens=6, ignore_eos=True)["response_ids"][0] for p in prompts]
+    assert together == alone
+
+
 def test_a_session_stays_with_its_replica_and_sessions_spread(replicas, tokenizer):
     client = client_of(replicas, tokenizer)
     sessions = [f"s{i}" for i in range(8)]
