@@ -1,9 +1,9 @@
-"""sync, group and thundersync side by side on a workload whose learner and rollout times are about equal.
+"""sync, group and thundersync side by side on a workload with real learner and rollout time.
 
     python -m benchmarks.schedules [--updates 5] [--rounds 1] [--plot FOLDER] [--json] [key=value …]
 
 `skyrl-thundersync bench` with the preset `opd/bench` and a student of its own: the quickstart's with a wider MLP whose added
-units are silent. It acts like the original at fifty times the arithmetic.
+units are silent. It acts like the original at thirty times the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 from skyrl_thundersync.analysis import curves
 from skyrl_thundersync.bench import compare, points, show
 
-WIDTH = 24576  # of the student's MLP; 384 in the original
+WIDTH = 16384  # of the student's MLP; 384 in the original
 
 
 def widened_student(folder: Path) -> Path:
