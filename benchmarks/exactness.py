@@ -29,17 +29,16 @@ from rich.table import Table
 
 from benchmarks.eager import EagerForest
 from benchmarks.monolithic import FAMILIES, Gradient, batch, distance, gradient, save_model, settings, stock_model
-from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LearnerRank, RankSpec
 from skyrl_thundersync.learner.states import Adjoint
 from skyrl_thundersync.stream.sources import Work, group_of
 
-WHOLE = 2**31
 POLICIES = {
     "fused": {"block_tokens": 8},
     "retain": {"block_tokens": 8, "retain_gib": 1.0},
     "retain, in part": {"block_tokens": 8, "retain_gib": 3e-4},
     "turn by turn": {"block_tokens": 0},
-    "trajectory": {"block_tokens": WHOLE, "retain_gib": 1.0},
+    "trajectory": {"block_tokens": WHOLE_TRAJECTORY, "retain_gib": 1.0},
     "eager": {"block_tokens": 0, "forest": EagerForest},
 }
 MODELS = {name: (name, {}) for name in FAMILIES} | {"llama, tied head": ("llama", {"tie_word_embeddings": True})}
@@ -82,7 +81,7 @@ def streamed(folder: str, works: list[Work], objective: str, dtype: str, policy:
             learner.forest = policy["forest"].of(learner.forest)
         groups = sorted({group_of(w) for w in works})[rank::ranks]
         share = [w for w in works if group_of(w) in groups]
-        if policy["block_tokens"] == WHOLE:
+        if policy["block_tokens"] == WHOLE_TRAJECTORY:
             learner.run_many(share)
         else:
             for work in share:

@@ -24,7 +24,7 @@ class Cell:
         event: a signal's number, "sockets" (its connections are shut) or "full" (a filesystem fills up).
         ends: exit statuses that are a clean end; 0: the run goes on to its last update.
         options: overrides.
-        special: what else is prepared; see `faults.prepared`.
+        special: what else is prepared; see `Chain._prepared`.
         deadline_s: from the event to the run's end, where it ends.
         says: what the screen must name, as a pattern.
     """

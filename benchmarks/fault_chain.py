@@ -144,11 +144,11 @@ class Chain:
     def _prepared(self, cell: Cell, with_: ExitStack) -> tuple[list[str], Path | None]:
         """Overrides, and the filesystem that is to fill up."""
         folder, files = self.folder / cell.name, self.folder / "quickstart"
-        resumed = [f"trainer.resume_mode=from_path trainer.resume_path={self.checkpoints}/global_step_{self.step}"]
+        resumed = ["trainer.resume_mode=from_path", f"trainer.resume_path={self.checkpoints}/global_step_{self.step}"]
         alone = ["trainer.resume_mode=none", f"trainer.ckpt_path={folder / 'checkpoints'}"]
         if cell.special == "checkpoint disk":
             disk = with_.enter_context(small_filesystem(folder / "disk", 256))
-            return [*resumed[0].split(), f"trainer.ckpt_path={disk}"], disk
+            return [*resumed, f"trainer.ckpt_path={disk}"], disk
         if cell.special == "run disk":
             disk = with_.enter_context(small_filesystem(folder / "run", 256))
             return [], disk

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from skyrl_thundersync.heartbeat import status
+from skyrl_thundersync.heartbeat import process_state, status
 from tests import job
 
 DRIVER, ROLLOUT, TEACHER = "driver", "rollout-0", "teacher-0"
@@ -86,20 +86,12 @@ def caught(file: Path, pattern: str) -> int:
         return 0
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
-        while process_state(pid) not in "TtZX":
+        while process_state(pid) not in ("T", "t", "Z", None):
             time.sleep(0.0005)
         if re.search(pattern, at(file)[1]):
             return pid
         os.kill(pid, signal.SIGCONT)
     return 0
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter; "X" when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
 
 
 def _due(phase: str, driver: str, update: int) -> bool:

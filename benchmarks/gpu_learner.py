@@ -44,7 +44,7 @@ SHAPE = {
     "max_position_embeddings": 65536,
 }
 COSTS = {
-    "trajectory": {"block_tokens": learner.WHOLE, "retain_gib": 0.0},
+    "trajectory": {"block_tokens": learner.WHOLE_TRAJECTORY, "retain_gib": 0.0},
     "fused": {"block_tokens": 2048, "retain_gib": 0.0},
     "retain": {"block_tokens": 2048, "retain_gib": 64.0},
 }

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from benchmarks.eager import EagerForest
-from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LearnerRank, RankSpec
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 
 SHAPE = {
@@ -46,9 +46,9 @@ SHAPE = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
-BLOCK, WHOLE = 640, 2**31
+BLOCK = 640
 POLICIES = {
-    "trajectory": {"block_tokens": WHOLE, "retain_gib": 0.0},
+    "trajectory": {"block_tokens": WHOLE_TRAJECTORY, "retain_gib": 0.0},
     "fused": {"block_tokens": BLOCK, "retain_gib": 0.0},
     "retain": {"block_tokens": BLOCK, "retain_gib": 16.0},
     "eager": {"block_tokens": BLOCK, "retain_gib": 0.0},
@@ -71,10 +71,11 @@ class Options:
         self.block_tokens, self.retain_gib, self.dtype = block_tokens, retain_gib, dtype
 
 
-def save_shape(folder: Path) -> str:
+def save_shape(folder: Path, shape: dict = SHAPE) -> str:
+    """A random FP32 Qwen3 of that shape, saved in `folder`; its path."""
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE)).float().save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape)).float().save_pretrained(folder)
     return str(folder)
 
 

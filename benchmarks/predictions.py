@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -32,13 +31,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.learner import save_shape
 from skyrl_thundersync.analysis import curves, theory
 from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.rerun import WHOLE_TRAJECTORY, Settings
+from skyrl_thundersync.analysis.rerun import Settings
 from skyrl_thundersync.analysis.virtual_update import Policy, direct
 from skyrl_thundersync.analysis.workload import Rollouts, Workload, float_zeros
-from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LearnerRank, RankSpec
+from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import Update
 
@@ -172,12 +172,9 @@ def measure(rank: InThread, rollouts: Rollouts, schedule: str) -> Measured:
 
 
 def learner(folder: str, block_tokens: int, retain_gib: float) -> InThread:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     settings = Settings("float32", block_tokens=block_tokens, retain_gib=retain_gib)
     optimizer = OptimizerSettings(1e-6, (0.9, 0.999), 0.0, 1.0, 0, "constant_with_warmup", 10_000)
-    return InThread(LearnerRank(RankSpec(folder, 0, 1, "127.0.0.1", port, settings, optimizer=optimizer)))
+    return InThread(LearnerRank(RankSpec(folder, 0, 1, "127.0.0.1", free_port(), settings, optimizer=optimizer)))
 
 
 def machine_of(schedule: str, kept: bool) -> Machine:
@@ -283,17 +280,6 @@ def points(outcomes: list[Outcome]) -> dict[str, dict[str, tuple[list[float], li
     return {"speedup_rho": by_rho, "speedup_heterogeneity": by_spread}
 
 
-def save_shape(folder: Path) -> str:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE)).float().save_pretrained(folder)
-    return str(folder)
-
-
 def main(
     limit: Annotated[int, typer.Option(help="Configurations, drawn from the grid.", min=1)] = 48,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 7,
@@ -305,7 +291,7 @@ def main(
     random.Random(seed).shuffle(grid)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="predictions-") as folder:
-        model = save_shape(Path(folder))
+        model = save_shape(Path(folder), SHAPE)
         sync = learner(model, WHOLE_TRAJECTORY, RETAIN_GIB)
         ours = {kept: learner(model, BLOCK, RETAIN_GIB * kept) for kept in (True, False)}
         ranks = {("sync", k): sync for k in (True, False)} | {("thundersync", k): ours[k] for k in (True, False)}

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from skyrl_thundersync.analysis.rundata import read_metrics
 from skyrl_thundersync.errors import ConfigError
 
 SCHEDULES = ("sync", "group", "thundersync")
@@ -69,8 +70,7 @@ def run(schedule: str, arguments: list[str], folder: Path, updates: int) -> list
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise ConfigError(f"{schedule}: `{' '.join(command)}` exited {done.returncode}\n{done.stdout[-3000:]}")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if "timing/update" in row]
+    rows = [row for row in read_metrics(folder) if "timing/update" in row]
     if len(rows) != updates + 1:
         raise ConfigError(
             f"{schedule}: {len(rows)} updates in {folder}/metrics.jsonl, expected {updates + 1}. Is there enough data, "
@@ -189,10 +189,7 @@ def _refuse_what_cannot_run(cases: list[list[str]]) -> None:
     from skyrl_thundersync.quiet import quiet_imports
 
     with Console(stderr=True).status("reading the configuration"), quiet_imports():
-        from skyrl_thundersync.presets import build_config
-        from skyrl_thundersync.validate import apply_host_defaults, validate
+        from skyrl_thundersync.validate import checked_config
 
         for arguments in cases:
-            cfg = build_config(arguments)
-            apply_host_defaults(cfg)
-            validate(cfg)
+            checked_config(arguments)

@@ -40,13 +40,10 @@ def main() -> None:
 
 
 def _configured():
-    from skyrl_thundersync.presets import build_config
-    from skyrl_thundersync.validate import apply_host_defaults, validate
+    from skyrl_thundersync.validate import checked_config
 
     with quiet_imports():
-        cfg = build_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-        apply_host_defaults(cfg)
-        validate(cfg)
+        cfg = checked_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
     if problems := [problem for check in cheap_checks() for problem in check.problems]:
         raise ConfigError("\n".join(problems))
     return cfg

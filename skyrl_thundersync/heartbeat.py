@@ -83,7 +83,7 @@ def gone(folder: Path) -> list[str]:
     dead = []
     for path in sorted(folder.glob("*.alive")):
         pid, host, what = status(path)
-        if host == socket.gethostname() and _state(pid) in (None, "Z"):
+        if host == socket.gethostname() and process_state(pid) in (None, "Z"):
             dead.append(f"{path.stem} (process {pid}) died, at: {what}. Its log: {path.with_suffix('.log')}")
     return dead
 
@@ -159,7 +159,7 @@ class Watch:
         """End a hang. A process that is gone is none: whoever waits for it is told so."""
         pid, host, what = status(path)
         log = path.with_suffix(".log")
-        state = _state(pid) if host == socket.gethostname() else None
+        state = process_state(pid) if host == socket.gethostname() else None
         if state in (None, "Z"):
             path.unlink()
             return
@@ -177,10 +177,10 @@ class Watch:
         path.unlink()
 
 
-def _state(pid: int) -> str | None:
+def process_state(pid: int) -> str | None:
     """The kernel's letter for what a process does; None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
         return None
     return stat.rpartition(")")[2].split()[0]

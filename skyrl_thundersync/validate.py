@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import apply_host_defaults
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.plugins import nearest
+from skyrl_thundersync.presets import build_config
 from skyrl_thundersync.rollout import outcomes
 
 if TYPE_CHECKING:
@@ -311,6 +312,18 @@ def option_problems(cfg: TrainConfig) -> list[str]:
         if not rule.holds(value, cfg):
             found.append(f"{rule.option}={value!r} is refused: {rule.why}. {rule.advice}.")
     return found
+
+
+def checked_config(args: Sequence[str]) -> TrainConfig:
+    """The complete configuration of a run from its arguments (as `presets.build_config`'s), with every rule checked.
+
+    Raises:
+        ConfigError: what the user has to put right.
+    """
+    cfg = build_config(args)
+    apply_host_defaults(cfg)
+    validate(cfg)
+    return cfg
 
 
 def validate(cfg: TrainConfig) -> None:

@@ -8,7 +8,6 @@ between the sampler's log-probs and θ_k's, which a stale replica cannot hide.
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from skyrl_thundersync.analysis.reference import Gradient, difference, dot, grad
 from skyrl_thundersync.analysis.rerun import (
     STREAMED,
     SYNC,
-    WHOLE_TRAJECTORY,
     Learner,
     Replayed,
     Run,
@@ -32,7 +30,9 @@ from skyrl_thundersync.analysis.rerun import (
     synchronous,
     threads,
 )
+from skyrl_thundersync.analysis.rundata import read_metrics
 from skyrl_thundersync.learner.precision import all_double
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
 from skyrl_thundersync.stream.sources import CloseGroup
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
@@ -139,7 +139,7 @@ def _compare(ours: Replayed, theirs: Gradient, n_scored: int, divides: bool) -> 
 
 def _own_report(run: Run, folder: Path, result: dict) -> list[Finding]:
     """N_k of every batch, and the norm at θ_0, against metrics.jsonl: the run did what its record says."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_metrics(folder)
     own = {row["thundersync/policy_version"]: row for row in rows if "thundersync/policy_version" in row}
     findings = []
     for row in result["batches"]:

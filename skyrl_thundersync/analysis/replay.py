@@ -6,7 +6,6 @@ no update is predicted from itself.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 
 from skyrl_thundersync.analysis.machines import Machine
 from skyrl_thundersync.analysis.record import Batch, load_batches
+from skyrl_thundersync.analysis.rundata import read_metrics
 from skyrl_thundersync.analysis.theory import measured_error
 from skyrl_thundersync.analysis.virtual_update import Policy, direct
 from skyrl_thundersync.analysis.workload import RecordedRollouts
@@ -54,8 +54,7 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
         )
     grpo = run.objective == "grpo"
     policy = Policy(statistics_cap=run.grpo.admission_cap if grpo else None)
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = {int(row["thundersync/policy_version"]): row for row in map(json.loads, lines) if "timing/update" in row}
+    rows = {int(row["thundersync/policy_version"]): row for row in read_metrics(run_dir) if "timing/update" in row}
     recordings = []
     for batch in load_batches(run_dir / "record"):
         if batch.version not in rows:

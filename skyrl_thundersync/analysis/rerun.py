@@ -6,7 +6,6 @@ group of all ranks: they run in one process each, which holds a streamed and a s
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,10 +21,9 @@ from skyrl_thundersync.analysis.faults import Plant
 from skyrl_thundersync.analysis.record import Batch
 from skyrl_thundersync.analysis.reference import Gradient, Lora, Objective, fill_adapter
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.stream.sources import CloseTrajectory, TrajectoryId, Work, group_of
 
-WHOLE_TRAJECTORY = 2**31
 STREAMED, SYNC = "streamed", "sync"
 
 
@@ -156,9 +154,7 @@ class Updaters:
     """All ranks of a run, each with a streamed and a synchronous learner; in this process when there is one rank."""
 
     def __init__(self, run: Run, sides: dict[str, Settings]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pools = (
             [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(run.world)] if run.world > 1 else []
         )

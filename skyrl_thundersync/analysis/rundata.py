@@ -78,6 +78,11 @@ class RunData:
         return found
 
 
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """Every row of a run folder's metrics.jsonl, in order; an update's has `timing/update`. Raises FileNotFoundError."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def read_run(folder: Path, warmup: int) -> RunData:
     """Read a run folder.
 
@@ -90,7 +95,7 @@ def read_run(folder: Path, warmup: int) -> RunData:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}: name the folder of a run (thundersync.run_dir)")
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    every = read_metrics(folder)
     rows = [row for row in every if "timing/update" in row]
     if len(rows) <= warmup:
         raise ValueError(f"{folder} has {len(rows)} updates, no more than the {warmup} of warm-up; see --warmup")

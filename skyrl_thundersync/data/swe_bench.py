@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_thundersync.data.images import owned_tag
-from skyrl_thundersync.data.swe_smith import AGENT_TIMEOUT_S, WORKDIR
+from skyrl_thundersync.data.swe_smith import AGENT_TIMEOUT_S, WORKDIR, repository_row
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.inputs import read_rows
 
@@ -39,15 +38,7 @@ def read_instances(file: Path) -> list[dict[str, Any]]:
 def terminal_row(instance: Mapping[str, Any], max_turns: int) -> dict[str, Any]:
     """The dataset row; its image is the instance's, given to user 1000 (`data images`)."""
     return {
-        "prompt": [{"role": "user", "content": str(instance["problem_statement"]).strip()}],
-        "env_class": "terminal",
-        "task_id": str(instance["instance_id"]),
-        "image": owned_tag(str(instance["image"]), WORKDIR),
-        "base_image": str(instance["image"]),
-        "image_optional": False,
-        "workdir": WORKDIR,
-        "env": "{}",
-        "files": "{}",
+        **repository_row(instance, str(instance["image"])),
         "setup": "",
         "checker": COLLECT,
         "collect": True,

@@ -71,6 +71,21 @@ def group(row: Mapping[str, Any]) -> str:
     return repository_name(str(row["repo"]))
 
 
+def repository_row(instance: Mapping[str, Any], image: str) -> dict[str, Any]:
+    """What the rows of all tasks on a repository in an image begin with; the image is given to user 1000."""
+    return {
+        "prompt": [{"role": "user", "content": str(instance["problem_statement"]).strip()}],
+        "env_class": "terminal",
+        "task_id": str(instance["instance_id"]),
+        "image": owned_tag(image, WORKDIR),
+        "base_image": image,
+        "image_optional": False,
+        "workdir": WORKDIR,
+        "env": "{}",
+        "files": "{}",
+    }
+
+
 def terminal_row(
     row: Mapping[str, Any], max_turns: int, partial_credit: bool = True, test_files: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -82,15 +97,7 @@ def terminal_row(
         **{f"original/{path}": text for path, text in (test_files or {}).items()},
     }
     return {
-        "prompt": [{"role": "user", "content": str(row["problem_statement"]).strip()}],
-        "env_class": "terminal",
-        "task_id": str(row["instance_id"]),
-        "image": owned_tag(str(row["image_name"]), WORKDIR),
-        "base_image": str(row["image_name"]),
-        "image_optional": False,
-        "workdir": WORKDIR,
-        "env": "{}",
-        "files": "{}",
+        **repository_row(row, str(row["image_name"])),
         "setup": _SETUP.format(patch=str(row["patch"]).rstrip("\n")),
         "checker": TEST_COMMAND,
         "tests": json.dumps(tests),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import shutil
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -26,14 +25,11 @@ from ray.exceptions import RayActorError
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.learner.actor import LearnerActor
-from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LoraSettings, RankSpec
+from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.stream.sources import Work, WorkDone
 
 T = TypeVar("T")
-
-# Larger than any trajectory: schedules that run after the rollouts forward each trajectory once, whole.
-WHOLE_TRAJECTORY = 2**31
 
 
 class RankHandle:
@@ -163,10 +159,10 @@ class Learners:
     def _start(self) -> list:
         ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
         settings = ts.learner
-        if ts.schedule != "thundersync":
+        if ts.schedule != "thundersync":  # what runs after the rollouts
             settings = replace(settings, block_tokens=WHOLE_TRAJECTORY)
         optimizer, lora = policy.optimizer_config, policy.model.lora
-        port = _free_port()
+        port = free_port()
         options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
         options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}}
         return [
@@ -221,9 +217,3 @@ class Journal:
         self._file.seek(0)
         while self._file.tell() < end:
             yield pickle.load(self._file)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -29,6 +29,9 @@ from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, con
 from skyrl_thundersync.objectives import OBJECTIVES
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Work, WorkDone
 
+WHOLE_TRAJECTORY = 2**31
+"""As `block_tokens` larger than any trajectory: each is forwarded once, whole, at its close."""
+
 
 class LearnerSettings(Protocol):
     """What a rank reads of the `thundersync.learner` options; see `config.LearnerConfig` for their meaning."""

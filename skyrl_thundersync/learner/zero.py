@@ -9,6 +9,7 @@ rank's shard put where DeepSpeed's step reads it. The step is torch's fused Adam
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,13 @@ def route(stage: int, offload: bool, dtype: str) -> str:
             f"stages 1 and 2 with float32 or bfloat16 have one"
         )
     return ROUTES[stage, offload, dtype]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now, for `connect`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def connect(rank: int, world_size: int, address: str, port: int, device: str) -> None:

@@ -41,7 +41,6 @@ class _Session:
     chat: CapturedChat
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     sampled_tokens: int = 0
-    turns: int = 0
     finished: bool = False
     answered: tuple[list[dict[str, str]], dict[str, Any]] | None = None
 
@@ -204,7 +203,6 @@ class PolicyServer:
         )
         ids = list(output["response_ids"][0])
         entry.sampled_tokens += len(ids)
-        entry.turns += 1
         return ids, list(output["response_logprobs"][0]), output["stop_reasons"][0]
 
     def _answer(self, kind: str, choice: dict[str, Any], prompt: int, sampled: int) -> dict[str, Any]:

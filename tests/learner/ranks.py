@@ -7,14 +7,13 @@ import hashlib
 import itertools
 import multiprocessing
 import random
-import socket
 import tempfile
 
 import torch
 from plain import batch, interleave, settings
 
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.stream.sources import Append, group_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)
@@ -93,9 +92,7 @@ def in_processes(function, *arguments, world: int, timeout: float = 240.0) -> li
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "deepspeed", "peft", "plain"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as out:
         processes = [
             context.Process(target=_child, args=(function, arguments, rank, world, port, out)) for rank in range(world)

@@ -24,6 +24,14 @@ class Box:
         self.live.remove(self)
 
 
+def slowly(live, seconds):
+    def start(kind):
+        time.sleep(seconds)
+        return Box(kind, live)
+
+    return start
+
+
 def wait_until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -70,11 +78,7 @@ def test_what_is_announced_is_started_in_order_and_no_more_than_there_is_room_fo
 
 
 def test_one_that_is_not_there_is_left_to_the_caller_and_not_started_again(make_warm, live):
-    def start(kind):
-        time.sleep(0.1)
-        return Box(kind, live)
-
-    warm = make_warm(1, start)
+    warm = make_warm(1, slowly(live, 0.1))
     warm.expect(OTHER)
     warm.expect(Kind("third", False))
     wait_until(lambda: warm.ready_count == 1)
@@ -84,11 +88,7 @@ def test_one_that_is_not_there_is_left_to_the_caller_and_not_started_again(make_
 
 
 def test_a_start_under_way_is_waited_for(make_warm, live):
-    def start(kind):
-        time.sleep(0.3)
-        return Box(kind, live)
-
-    warm = make_warm(1, start)
+    warm = make_warm(1, slowly(live, 0.3))
     warm.expect(OTHER)
     time.sleep(0.1)
     assert take(warm, OTHER).kind == OTHER and len(live) == 1
