@@ -219,14 +219,14 @@ def fit(ranks: dict, configurations: list[Configuration], seed: int) -> tuple[di
 
 
 def nonnegative_fit(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Least squares x of a @ x = b, without the columns whose x would be negative: noise must not make a cost a gain."""
-    kept = list(range(a.shape[1]))
+    """Least squares x of a @ x = b with x >= 0: noise makes no cost a gain, nor column 0 (tokens) free."""
+    others = list(range(1, a.shape[1]))
     while True:
-        x = np.zeros(a.shape[1])
+        x, kept = np.zeros(a.shape[1]), [0, *others]
         x[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
-        if (x >= 0).all():
+        if not others or (x >= 0).all():
             return x
-        kept.remove(int(np.argmin(x * a.mean(0))))
+        others.remove(min(others, key=lambda column: x[column] * a[:, column].mean()))
 
 
 def compare(ranks: dict, configuration: Configuration, speeds: dict, suffix_s: float, seed: int) -> Outcome:

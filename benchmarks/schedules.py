@@ -2,8 +2,10 @@
 
     python -m benchmarks.schedules [--updates 5] [--rounds 1] [--plot FOLDER] [--json] [key=value …]
 
-`skyrl-thundersync bench` with the preset `opd/bench` and a student of its own: the quickstart's with a wider MLP whose added
-units are silent. It acts like the original at thirty times the arithmetic.
+`skyrl-thundersync bench` with the preset `opd/bench` and what makes learner and rollouts take about equal time: the
+quickstart's student with a wider MLP whose added units are silent, so that it acts like the original at several times the
+arithmetic; and the quickstart's tasks in shells whose commands print more and take longer, in some tasks
+much longer than in others.
 """
 
 from __future__ import annotations
@@ -11,19 +13,28 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import typer
 
 from skyrl_thundersync.analysis import curves
 from skyrl_thundersync.bench import compare, points, show
+from skyrl_thundersync.data.terminal_tasks import NUMBERS, WORDS, tasks
+from skyrl_thundersync.quickstart.files import TRAIN_SEED
 
-WIDTH = 16384  # of the student's MLP; 384 in the original
+WIDTH = 3072  # of the student's MLP; 384 in the original
+POSITIONS = 4096  # of student and teacher; 1024 in the originals
+TASKS = 256
+COMMANDS = ("cat", "cp", "echo", "expr", "grep", "head", "ls", "mv", "rm", "sed", "wc")
+LINES = 40  # that each of `COMMANDS` prints besides
+SECONDS = (0.5, 3.5)  # that each of `COMMANDS` takes: drawn once a task
 
 
-def widened_student(folder: Path) -> Path:
-    """The quickstart's student with an MLP of `WIDTH` units, those added having output weights of zero."""
+def models(folder: Path) -> tuple[Path, Path]:
+    """Folders of student and teacher. The student's MLP has `WIDTH` units, those added with output weights of zero."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -33,17 +44,34 @@ def widened_student(folder: Path) -> Path:
 
     disable_progress_bar()
     torch.manual_seed(0)
-    small = load_asset("student")
-    wide = Qwen3ForCausalLM(Qwen3Config(**{**small.config.to_dict(), "intermediate_size": WIDTH})).float()
-    weights = wide.state_dict()
-    for name, weight in small.state_dict().items():
-        if name.endswith("down_proj.weight"):
-            weights[name].zero_()
-        weights[name][tuple(slice(n) for n in weight.shape)] = weight
-    wide.load_state_dict(weights)
-    wide.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    for name in ("student", "teacher"):
+        model = load_asset(name)
+        model.config.max_position_embeddings = POSITIONS
+        if name == "student":
+            small = model
+            model = Qwen3ForCausalLM(Qwen3Config(**{**small.config.to_dict(), "intermediate_size": WIDTH})).float()
+            weights = model.state_dict()
+            for key, weight in small.state_dict().items():
+                if key.endswith("down_proj.weight"):
+                    weights[key].zero_()
+                weights[key][tuple(slice(n) for n in weight.shape)] = weight
+            model.load_state_dict(weights)
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    return folder / "student", folder / "teacher"
+
+
+def slow_tasks(path: Path) -> Path:
+    """The quickstart's training tasks, whose commands first print `LINES` lines like those of the files, and sleep."""
+    rows = []
+    for index, task in enumerate(islice(tasks("train", TRAIN_SEED), TASKS)):
+        rng = Random(index)
+        lines = "".join(f"{rng.choice(WORDS['train'])} {rng.choice(NUMBERS['train'])}\\n" for _ in range(LINES))
+        before = f"printf '{lines}' >&2; sleep {rng.uniform(*SECONDS):.2f}"
+        setup = "\n".join(f'{name}() {{ {before}; command {name} "$@"; }}' for name in COMMANDS)
+        rows.append(json.dumps(task.row() | {"setup": setup}) + "\n")
+    path.write_text("".join(rows))
+    return path
 
 
 def main(
@@ -55,8 +83,15 @@ def main(
 ) -> None:
     """Run all three schedules and compare."""
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
-        student = widened_student(Path(folder) / "student")
-        arguments = ["+config=opd/bench", f"trainer.policy.model.path={student}", *(overrides or [])]
+        student, teacher = models(Path(folder))
+        arguments = [
+            "+config=opd/bench",
+            f"trainer.policy.model.path={student}",
+            f"thundersync.teacher.model={teacher}",
+            f"generator.max_input_length={POSITIONS - 96}",
+            f"data.train_data=['{slow_tasks(Path(folder) / 'tasks.jsonl')}']",
+            *(overrides or []),
+        ]
         rows = compare(arguments, Path(folder), updates, rounds)
     if plot is not None:
         curves.plot(plot, points(rows))

@@ -161,6 +161,8 @@ def task_problems(option: str, path: str, env_class: str) -> list[str]:
         for where, row in read_rows(file):
             rows += 1
             wrong = row_problems(row, env_class)
+            if option == "data.train_data" and row.get("collect"):
+                wrong.append("`collect` is for evaluation: what is graded elsewhere has no reward here")
             if wrong:
                 bad += 1
                 if bad <= 3:

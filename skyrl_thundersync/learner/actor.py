@@ -10,7 +10,7 @@ from skyrl_thundersync.stream.ledger import work_name
 from skyrl_thundersync.stream.sources import Append, Work, WorkDone
 
 CPU_NICENESS = 5
-"""Of a rank that shares its cores with the rollouts, which the update waits for: the rank fills what they leave."""
+"""Of ranks that leave the rollouts no core of their own: the update waits for rollouts, ranks fill what they leave."""
 
 
 class LearnerActor(LearnerRank):
@@ -22,7 +22,7 @@ class LearnerActor(LearnerRank):
     def __init__(self, spec: RankSpec):
         if spec.log_path is not None:
             redirect(spec.log_path)
-        if spec.device == "cpu":
+        if spec.device == "cpu" and spec.world_size * spec.learner.threads >= len(os.sched_getaffinity(0)):
             # On Linux of this thread and of those it starts, torch's among them; Ray's own threads stay as they are.
             os.setpriority(os.PRIO_PROCESS, 0, CPU_NICENESS)
         super().__init__(spec)

@@ -235,6 +235,7 @@ def test_an_empty_dataset_is_refused(config, tmp_path):
         ({"files": "{"}, "`files` is not JSON"),
         ({"files": "[1]"}, "`files` must map"),
         ({"files": '{"../x": ""}'}, "outside the working folder"),
+        ({"collect": True}, "`collect` is for evaluation"),
     ],
 )
 def test_a_bad_task_is_refused_with_its_line(config, tmp_path, change, says):
