@@ -24,6 +24,7 @@ from skyrl_thundersync.analysis import curves
 from skyrl_thundersync.bench import compare, points, show
 from skyrl_thundersync.data.terminal_tasks import NUMBERS, WORDS, tasks
 from skyrl_thundersync.quickstart.files import TRAIN_SEED
+from skyrl_thundersync.quiet import quiet_imports
 
 WIDTH = 3072  # of the student's MLP; 384 in the original
 POSITIONS = 4096  # of student and teacher; 1024 in the originals
@@ -37,12 +38,10 @@ def models(folder: Path) -> tuple[Path, Path]:
     """Folders of student and teacher. The student's MLP has `WIDTH` units, those added with output weights of zero."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
     from skyrl_thundersync.quickstart.files import load_asset
 
-    disable_progress_bar()
     torch.manual_seed(0)
     for name in ("student", "teacher"):
         model = load_asset(name)
@@ -83,7 +82,8 @@ def main(
 ) -> None:
     """Run all three schedules and compare."""
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
-        student, teacher = models(Path(folder))
+        with quiet_imports():
+            student, teacher = models(Path(folder))
         arguments = [
             "+config=opd/bench",
             f"trainer.policy.model.path={student}",
