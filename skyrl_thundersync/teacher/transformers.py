@@ -27,11 +27,12 @@ class _Past:
     def __init__(self, cache: DynamicCache) -> None:
         self.cache = cache
         self.ids: list[int] = []
+        self.bytes = 0  # as of the last `weigh`
 
-    def bytes(self) -> int:
+    def weigh(self) -> None:
         states = (state for layer in self.cache.layers for state in vars(layer).values())
         tensors = (t for state in states for t in (state if isinstance(state, list) else [state]))
-        return sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "element_size"))
+        self.bytes = sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "element_size"))
 
 
 class TransformersReplica:
@@ -85,7 +86,7 @@ class TransformersReplica:
 
     async def stats(self) -> dict[str, Any]:
         """Open trajectories, bytes of K/V held, and how often a trajectory's K/V was dropped to stay in the budget."""
-        held = await self._run(lambda: sum(past.bytes() for past in self._pasts.values()))
+        held = await self._run(lambda: sum(past.bytes for past in self._pasts.values()))
         return {"replica": self._name, "open": len(self._contexts), "cache_bytes": held, "evicted": self._evicted}
 
     async def shutdown(self) -> None:
@@ -144,14 +145,13 @@ class TransformersReplica:
 
     def _keep(self, trajectory: str, past: _Past) -> None:
         """Keep `past` as the most recently used, and drop others, oldest first, until the budget holds."""
+        past.weigh()
         self._pasts[trajectory] = past
-        held = {name: kept.bytes() for name, kept in self._pasts.items()}
-        total = sum(held.values())
+        total = sum(kept.bytes for kept in self._pasts.values())
         for name in list(self._pasts):
             if total <= self._budget:
                 break
-            del self._pasts[name]  # recomputed from its ids if it is asked for again
-            total -= held[name]
+            total -= self._pasts.pop(name).bytes  # recomputed from its ids if it is asked for again
             self._evicted += 1
 
 
