@@ -103,6 +103,7 @@ class Chain:
                 began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
                 status, problem = self._ended(cell, run, began)
             except AssertionError as error:
+                self.collect(run)  # it may have gone on and left checkpoints that the next cell resumes from
                 return Result(cell.fault, cell.phase, f"NOT STRUCK: {error}", run.process.poll(), 0, None, (), "")
             seconds = time.monotonic() - began
             left = run.left(60.0) | (_sockets() - sockets) | (_control_groups() - groups)

@@ -40,7 +40,7 @@ AT_WORK = {
     "sweep": "learner-0",
     "finish": "learner-0",
     "step": "learner-0",
-    "publish": "learner-0",
+    "publish": ROLLOUT,  # loads for longer than the learner writes
     "checkpoint": "learner-0",
     "evaluation": ROLLOUT,
     "start-up": ROLLOUT,
