@@ -71,5 +71,6 @@ def poisoned_model(source: Path, target: Path, row: int | None = None) -> Path:
 def poisoned_tasks(source: Path, target: Path) -> Path:
     """The same tasks, whose checker's reward is no number."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps({**row, "checker": "echo reward=nan\n"}) + "\n" for row in rows))
     return target
