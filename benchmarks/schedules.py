@@ -16,7 +16,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from skyrl_thundersync.data.terminal_tasks import NUMBERS, WORDS, tasks
 from skyrl_thundersync.quickstart.files import TRAIN_SEED
 from skyrl_thundersync.quiet import quiet_imports
 
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
 WIDTH = 3072  # of the student's MLP; 384 in the original
 POSITIONS = 4096  # of student and teacher; 1024 in the originals
 TASKS = 256
@@ -34,27 +37,29 @@ LINES = 40  # that each of `COMMANDS` prints besides
 SECONDS = (0.5, 3.5)  # that each of `COMMANDS` takes: drawn once a task
 
 
-def models(folder: Path) -> tuple[Path, Path]:
-    """Folders of student and teacher. The student's MLP has `WIDTH` units, those added with output weights of zero."""
+def widened(small: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The same model with an MLP of `WIDTH` units, those added with output weights of zero."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    torch.manual_seed(0)
+    wide = Qwen3ForCausalLM(Qwen3Config(**{**small.config.to_dict(), "intermediate_size": WIDTH})).float()
+    weights = wide.state_dict()
+    for name, weight in small.state_dict().items():
+        if name.endswith("down_proj.weight"):
+            weights[name].zero_()
+        weights[name][tuple(slice(n) for n in weight.shape)] = weight
+    wide.load_state_dict(weights)
+    return wide
+
+
+def models(folder: Path) -> tuple[Path, Path]:
+    """Folders of the student, widened, and the teacher, both with room for `POSITIONS` tokens."""
     from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
     from skyrl_thundersync.quickstart.files import load_asset
 
-    torch.manual_seed(0)
-    for name in ("student", "teacher"):
-        model = load_asset(name)
+    for name, model in {"student": widened(load_asset("student")), "teacher": load_asset("teacher")}.items():
         model.config.max_position_embeddings = POSITIONS
-        if name == "student":
-            small = model
-            model = Qwen3ForCausalLM(Qwen3Config(**{**small.config.to_dict(), "intermediate_size": WIDTH})).float()
-            weights = model.state_dict()
-            for key, weight in small.state_dict().items():
-                if key.endswith("down_proj.weight"):
-                    weights[key].zero_()
-                weights[key][tuple(slice(n) for n in weight.shape)] = weight
-            model.load_state_dict(weights)
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
     return folder / "student", folder / "teacher"
