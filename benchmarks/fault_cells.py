@@ -27,6 +27,7 @@ class Cell:
         special: what else is prepared; see `Chain._prepared`.
         deadline_s: from the event to the run's end, where it ends.
         says: what the screen must name, as a pattern.
+        within: a command that runs the run.
     """
 
     fault: str
@@ -39,6 +40,7 @@ class Cell:
     special: str | None = None
     deadline_s: float = 60.0
     says: str = ""
+    within: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -55,6 +57,7 @@ def cells() -> list[Cell]:
         *(_whole("SIGTERM", signal.SIGTERM, 143, phase, "Stopped by SIGTERM") for phase in AT_WORK),
         *(_whole("kill -9 of the run", signal.SIGKILL, -9, phase, "") for phase in AT_WORK),
         *_full(),
+        *_limited(),
         *_poisoned(),
     ]
 
@@ -150,6 +153,24 @@ def _full() -> list[Cell]:
         replace(full, fault="checkpoints' disk full", phase="checkpoint", watch=LEARNER, special="checkpoint disk"),
         replace(full, fault="run folder's disk full", phase="rollout", watch=ROLLOUT, special="run disk"),
         replace(full, fault="run folder's disk full", phase="publish", watch="learner-0", special="run disk"),
+    ]
+
+
+def _limited() -> list[Cell]:
+    """What the machine or a container does not give. Foreseen: refused before anything starts."""
+    refused = Cell("", "start-up", None, "", None, (2,))
+
+    def small_shm(mib: int) -> tuple[str, ...]:
+        script = f'mount -t tmpfs -o size={mib}m shm /dev/shm && exec "$@"'
+        return ("unshare", "--mount", "sh", "-c", script, "sh")
+
+    return [
+        replace(refused, fault="/dev/shm small", within=small_shm(512), says="--shm-size"),
+        replace(refused, fault="few open files", within=("prlimit", "--nofile=1024:1024"), says="ulimit -n"),
+        replace(refused, fault="few processes", special="few processes", says="--pids-limit"),
+        replace(refused, fault="little memory", special="little memory", says="of host memory together"),
+        # Nothing as small as this job's messages is handed over through it.
+        Cell("/dev/shm full", "rollout", None, ROLLOUT, "full", (0,), special="shm", within=small_shm(2048)),
     ]
 
 

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.fault_cells import HANG_S, Cell
-from benchmarks.fault_events import fill, poisoned_model, poisoned_tasks, shut_connections, small_filesystem
+from benchmarks.fault_events import (
+    GROUPS,
+    control_group,
+    fill,
+    poisoned_model,
+    poisoned_tasks,
+    shut_connections,
+    small_filesystem,
+)
 from benchmarks.fault_phases import DRIVER, START_S, at, go_on, stopped_in
 from benchmarks.undisturbed import Undisturbed
 from tests import job
@@ -97,7 +105,8 @@ class Chain:
         sockets, groups = _sockets(), _control_groups()
         with with_:
             options, disk = self._prepared(cell, with_)
-            run = self.start(cell.name, before + 4, *cell.options, *options)
+            within = cell.within + (with_.enter_context(control_group(cell.special)) if cell.special in GROUPS else ())
+            run = self.start(cell.name, before + 4, *cell.options, *options, within=within)
             with_.callback(_end, run)
             try:
                 began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
@@ -176,7 +185,9 @@ class Chain:
         logs = run.run_dir / "logs"
         pid = stopped_in(run, cell.phase, cell.watch, update)
         began = time.monotonic()
-        if cell.event == "full":
+        if cell.special == "shm":
+            fill(Path(f"/proc/{pid}/root/dev/shm"))
+        elif cell.event == "full":
             fill(disk)
         elif cell.event == "sockets":
             shut_connections(pid)

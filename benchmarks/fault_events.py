@@ -13,6 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PIDFD_OPEN, PIDFD_GETFD = 434, 438
+GROUPS = {
+    "few processes": ("pids", {"pids.max": 200}, {"pids.max": 200}),
+    "little memory": ("memory", {"memory.max": 2**31}, {"memory.limit_in_bytes": 2**31}),
+}
+"""What a control group allows: controller, its files in version 2 and version 1."""
 
 
 def shut_connections(pid: int) -> int:
@@ -45,6 +50,21 @@ def small_filesystem(folder: Path, mib: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def control_group(limit: str) -> Iterator[tuple[str, ...]]:
+    """A control group with one of the limits in `GROUPS`; gives a command that runs another one in it. Needs root."""
+    controller, files, files_v1 = GROUPS[limit]
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup", *([] if unified else [controller]), f"faults-{os.getpid()}")
+    group.mkdir()
+    try:
+        for name, value in (files if unified else files_v1).items():
+            (group / name).write_text(str(value))
+        yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
+    finally:
+        group.rmdir()
 
 
 def fill(folder: Path) -> None:

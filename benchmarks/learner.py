@@ -171,7 +171,8 @@ def isolated(folder: str, names: tuple[str, ...], turns: int) -> Iterator[dict[s
     """A process a name, each of which runs once when it is sent True and ends when it is sent False."""
     save_shape(Path(folder))
     context, pipes, processes = multiprocessing.get_context("forkserver"), {}, []
-    context.set_forkserver_preload(["benchmarks.learner", "transformers.models.qwen3.modeling_qwen3"])  # imported once
+    # Imported once. Not this module: where it is the main one, each process would import it again, and warn.
+    context.set_forkserver_preload(["benchmarks.eager", "transformers.models.qwen3.modeling_qwen3"])
     for name in names:
         pipes[name], theirs = context.Pipe()
         processes.append(context.Process(target=_child, args=(folder, name, turns, theirs)))

@@ -29,12 +29,12 @@ from skyrl_thundersync.quiet import quiet_imports
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-WIDTH = 3072  # of the student's MLP; 384 in the original
+WIDTH = 6144  # of the student's MLP; 384 in the original
 POSITIONS = 4096  # of student and teacher; 1024 in the originals
 TASKS = 256
 COMMANDS = ("cat", "cp", "echo", "expr", "grep", "head", "ls", "mv", "rm", "sed", "wc")
 LINES = 40  # that each of `COMMANDS` prints besides
-SECONDS = (0.5, 3.5)  # that each of `COMMANDS` takes: drawn once a task
+SECONDS = (1.0, 6.5)  # that each of `COMMANDS` takes: drawn once a task
 
 
 def widened(small: Qwen3ForCausalLM) -> Qwen3ForCausalLM:

@@ -1,15 +1,12 @@
 """`skyrl doctor`: is this machine fit to train, and this configuration fit for this machine? Each problem with its fix.
 
-`machine_checks` needs no configuration and imports nothing heavy; `skyrl train` runs its cheap part before anything starts.
-With a configuration the checks of a dry run follow (dryrun.py), and an estimate of the memory of the chosen split.
+`machine_checks` needs no configuration and imports nothing heavy. With a configuration the checks of a dry run follow
+(dryrun.py), and an estimate of the memory of the chosen split, which `skyrl train` makes too.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import shutil
 import socket
 import struct
 import sys
@@ -19,17 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.checks import Check
+from skyrl_thundersync.machine_limits import GIB, available_memory, cheap_checks
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
-GIB = 2**30
 PROCESS = GIB
 """Host memory of a process of ours that holds nothing yet: libraries, mostly."""
-LEAST_FILES = 4096
-LEAST_SHM = GIB
-FULL = 0.95
-"""Share of a disk in use at which Ray refuses to work in it."""
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 
 
@@ -40,58 +33,6 @@ def machine_checks() -> Iterator[Check]:
     yield _packages()
     yield _engine()
     yield _loopback()
-
-
-def cheap_checks() -> Iterator[Check]:
-    """What `train` looks at before it starts anything: milliseconds, no imports."""
-    yield shared_memory(Path("/dev/shm"))
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
-    yield ray_address(os.environ.get("RAY_ADDRESS"))
-
-
-def shared_memory(folder: Path, least: int = LEAST_SHM) -> Check:
-    """Room for Ray's object store."""
-    if not folder.is_dir():
-        return Check("shared memory", (f"{folder} does not exist. Mount a tmpfs there.",))
-    size = shutil.disk_usage(folder)
-    problems = ()
-    if size.free < least:
-        problems = (
-            f"{folder} has {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}; processes hand each other batches "
-            f"through it and want {least / GIB:.0f} GiB. Empty it, or start the container with --shm-size=8g.",
-        )
-    return Check("shared memory", problems, f"{size.free / GIB:.1f} GiB free")
-
-
-def open_files(limit: int) -> Check:
-    """Ray opens many sockets a process. `limit`: soft limit of open files; -1: none."""
-    problems = ()
-    if 0 <= limit < LEAST_FILES:
-        problems = (
-            f"at most {limit} open files are allowed, Ray wants {LEAST_FILES}. Run `ulimit -n {LEAST_FILES}` first.",
-        )
-    return Check("open files", problems, "unlimited" if limit < 0 else f"{limit} allowed")
-
-
-def session_disk(folder: Path) -> Check:
-    """Ray stops working in a folder whose disk is 95% full."""
-    size = shutil.disk_usage(folder)
-    used = 1 - size.free / size.total
-    problems = ()
-    if used >= FULL:
-        problems = (
-            f"the disk of {folder} is {used:.0%} full and Ray stops at {FULL:.0%}. Free some, or set RAY_TMPDIR.",
-        )
-    return Check("disk of Ray's session", problems, f"{folder}, {used:.0%} full")
-
-
-def ray_address(address: str | None) -> Check:
-    """A run starts its own Ray."""
-    if address:
-        why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
-        return Check("Ray of its own", (why,))
-    return Check("Ray of its own", ())
 
 
 def _python() -> Check:
@@ -241,16 +182,6 @@ def model_parameters(path: str | None) -> int | None:
                 begin, end = tensor["data_offsets"]
                 total += (end - begin) // BYTES.get(tensor["dtype"], 1)
     return total
-
-
-def available_memory() -> int:
-    """Bytes that new processes can have: MemAvailable, or less where a control group limits it."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(text) - int(used.read_text())))
-    return free
 
 
 def _gib(size: float) -> str:

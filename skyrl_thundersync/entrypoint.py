@@ -15,9 +15,10 @@ from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
-from skyrl_thundersync.doctor import cheap_checks
+from skyrl_thundersync.doctor import memory
 from skyrl_thundersync.errors import ConfigError, first_cause, tell
 from skyrl_thundersync.interrupts import KeptInterrupts
+from skyrl_thundersync.machine_limits import cheap_checks
 from skyrl_thundersync.quiet import quiet_imports
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -44,7 +45,7 @@ def _configured():
 
     with quiet_imports():
         cfg = checked_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-    if problems := [problem for check in cheap_checks() for problem in check.problems]:
+    if problems := [problem for check in [*cheap_checks(), memory(cfg)] for problem in check.problems]:
         raise ConfigError("\n".join(problems))
     return cfg
 

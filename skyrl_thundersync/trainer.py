@@ -116,7 +116,7 @@ class Update:
         self._ranks, self._teacher, self._record = ranks, teacher, record
         self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
         self._reward_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
-        self._placement = Placement(len(ranks))
+        self._placement = Placement(len(ranks), growing=schedule == "thundersync")
         self._queue = ReadyQueue(len(ranks), cap, state_bytes, now)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}

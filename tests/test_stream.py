@@ -75,14 +75,17 @@ def test_a_batch_finishes_only_when_everything_closed_and_was_acknowledged():
         ledger.acknowledged(work[0])
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 50)), max_size=60), st.integers(1, 4))
-def test_a_group_stays_on_one_rank_and_new_groups_go_where_least_waits(turns, ranks):
-    placement, tokens = Placement(ranks), [0] * ranks
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 50)), max_size=60), st.integers(1, 4), st.booleans()
+)
+def test_a_group_stays_on_one_rank_and_new_groups_go_where_least_waits(turns, ranks, growing):
+    placement, tokens, opened = Placement(ranks, growing), [0] * ranks, [0] * ranks
     groups: dict[str, int] = {}
     for turn, (group, n) in enumerate(turns):
         rank = placement.rank(Append(source(group=group, turn=turn, n=n), None))
         if group not in groups:
-            assert tokens[rank] == min(tokens)
+            assert (opened if growing else tokens)[rank] == min(opened if growing else tokens)
+            opened[rank] += 1
         assert groups.setdefault(group, rank) == rank
         tokens[rank] += n + 2
     for group, rank in groups.items():

@@ -263,7 +263,7 @@ class DirectUpdate:
         self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
         cap = policy.statistics_cap
         self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
-        self._placement = Placement(machine.ranks)
+        self._placement = Placement(machine.ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(machine.ranks, policy.cap)
         self._turns: dict[TrajectoryId, deque[Source | None]] = {t: deque() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}

@@ -10,7 +10,7 @@ from skyrl_thundersync.stream.ledger import work_name
 from skyrl_thundersync.stream.sources import Append, Work, WorkDone
 
 CPU_NICENESS = 5
-"""Of ranks that leave the rollouts no core of their own: the update waits for rollouts, ranks fill what they leave."""
+"""For ranks that leave the rollouts no core of their own: the update waits for rollouts, ranks fill what they leave."""
 
 
 class LearnerActor(LearnerRank):
@@ -24,7 +24,7 @@ class LearnerActor(LearnerRank):
             redirect(spec.log_path)
         if spec.device == "cpu" and spec.world_size * spec.learner.threads >= len(os.sched_getaffinity(0)):
             # On Linux of this thread and of those it starts, torch's among them; Ray's own threads stay as they are.
-            os.setpriority(os.PRIO_PROCESS, 0, CPU_NICENESS)
+            os.nice(CPU_NICENESS)
         super().__init__(spec)
         at("waiting for work")
 

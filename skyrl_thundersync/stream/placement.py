@@ -10,13 +10,18 @@ from skyrl_thundersync.stream.sources import Append, CloseGroup, Work, group_of
 
 @dataclass
 class Placement:
-    """Sticky by group; a new group goes to the rank with the fewest outstanding tokens, then fewest open groups.
+    """Sticky by group. A new group goes to the rank with the least to do.
+
+    What an open group will bring is mostly more than it has brought. So where groups grow while they are placed
+    (`growing`), open groups count first, then outstanding tokens; where they come whole, tokens first. docs/design.md has
+    what that gains.
 
     A token is outstanding from the release of its source until its group is swept: that is how long it binds the rank.
     A decision costs O(log ranks) amortised: loads mostly grow, so the heap holds what they were and is corrected when read.
     """
 
     ranks: int
+    growing: bool
     _rank_of: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
     _load: list[tuple[int, int, int]] = field(init=False)
@@ -24,7 +29,7 @@ class Placement:
     _heap: list[tuple[int, int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._load = [(0, 0, rank) for rank in range(self.ranks)]  # tokens, groups, rank
+        self._load = [(0, 0, rank) for rank in range(self.ranks)]  # groups and tokens in the order that counts, rank
         self._entry, self._heap = list(self._load), list(self._load)
 
     def rank(self, work: Work) -> int:
@@ -50,8 +55,9 @@ class Placement:
             heapq.heappush(self._heap, self._load[rank])
 
     def _add(self, rank: int, tokens: int, groups: int) -> None:
-        had_tokens, had_groups, _ = self._load[rank]
-        self._load[rank] = (had_tokens + tokens, had_groups + groups, rank)
+        first, second = (groups, tokens) if self.growing else (tokens, groups)
+        had_first, had_second, _ = self._load[rank]
+        self._load[rank] = (had_first + first, had_second + second, rank)
 
     def _least_loaded(self) -> int:
         """Each rank's own entry is at most its load, so the first own entry that equals its load is the least of all."""

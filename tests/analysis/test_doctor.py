@@ -1,6 +1,7 @@
 """`doctor`: each problem is found on a machine that has it, with a fix; the memory estimate is what the parts need."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from skyrl_thundersync import doctor
+from skyrl_thundersync import doctor, machine_limits
 from skyrl_thundersync.cli import app
 from tests.learner.plain import save_model
 
@@ -28,16 +29,53 @@ def test_a_machine_that_trains_is_well_and_one_with_a_foreign_ray_is_not(monkeyp
 
 
 def test_each_limit_names_the_fix(tmp_path):
-    assert doctor.shared_memory(tmp_path, least=0).problems == ()
-    assert "--shm-size" in doctor.shared_memory(tmp_path, least=2**60).problems[0]
-    assert "Mount a tmpfs" in doctor.shared_memory(tmp_path / "none").problems[0]
-    assert "ulimit -n 4096" in doctor.open_files(256).problems[0]
-    assert doctor.open_files(-1).problems == doctor.open_files(4096).problems == ()
+    assert machine_limits.shared_memory(tmp_path, least=0).problems == ()
+    assert "--shm-size" in machine_limits.shared_memory(tmp_path, least=2**60).problems[0]
+    assert "Mount a tmpfs" in machine_limits.shared_memory(tmp_path / "none").problems[0]
+    assert "ulimit -n 4096" in machine_limits.open_files(256).problems[0]
+    assert machine_limits.open_files(-1).problems == machine_limits.open_files(4096).problems == ()
+
+
+def test_what_a_control_group_allows_is_counted_over_all_above_it(tmp_path, monkeypatch):
+    """Files as a kernel writes them, of both versions; the tightest group decides."""
+    (tmp_path / "self").write_text("8:pids:/box\n4:memory:/gone\n0::/pod/box\n")
+    monkeypatch.setattr(machine_limits, "CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(machine_limits, "OWN_GROUPS", tmp_path / "self")
+
+    def group(path, **files):
+        folder = tmp_path / "cgroups" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+    def pids():
+        return machine_limits.room_in_group("pids", ("pids.max", "pids.current"), ("pids.max", "pids.current"))
+
+    def memory():
+        names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        return machine_limits.room_in_group("memory", *names)
+
+    assert pids() is None
+    group("pids/box", pids__max="max", pids__current=7)
+    assert pids() is None
+    group("pids", pids__max=400, pids__current=150)
+    assert pids() == 250
+    assert "--pids-limit" in machine_limits.processes(pids()).problems[0]
+    assert machine_limits.processes(None).problems == machine_limits.processes(5000).problems == ()
+    group("memory", memory__limit_in_bytes=2**40, memory__usage_in_bytes=2**39)
+    assert memory() == 2**39
+    group("memory", memory__stat="inactive_file 1\ntotal_inactive_file 2048\ntotal_active_file 1024")
+    assert memory() == 2**39 + 3072
+    group("pod/box", memory__max=2**33, memory__current=2**32)
+    group("pod", memory__max=2**33, memory__current=2**34)
+    assert memory() == 0
+    group("pod", memory__stat=f"anon 9\ninactive_file {2**33}\nactive_file 4096")
+    assert memory() == 4096
 
 
 def test_a_full_disk_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "FULL", 0.0)
-    assert "RAY_TMPDIR" in doctor.session_disk(tmp_path).problems[0]
+    monkeypatch.setattr(machine_limits, "FULL", 0.0)
+    assert "RAY_TMPDIR" in machine_limits.session_disk(tmp_path).problems[0]
 
 
 def test_parameters_are_counted_from_file_headers(tmp_path):
@@ -89,3 +127,14 @@ def test_help_of_each_command(word):
     done = CliRunner().invoke(app, [word, "--help"])
     assert done.exit_code == 0
     assert "--json" in done.stdout
+
+
+def test_train_refuses_a_run_whose_processes_do_not_fit_into_memory(tmp_path, monkeypatch):
+    from skyrl_thundersync import entrypoint
+    from skyrl_thundersync.errors import ConfigError
+
+    monkeypatch.setattr(sys, "argv", ["train", "+config=opd/quickstart", f"thundersync.run_dir={tmp_path / 'run'}"])
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**30)
+    with pytest.raises(ConfigError, match="of host memory together, 1.0 GiB are available"):
+        entrypoint._configured()
+    assert not (tmp_path / "run").exists()

@@ -18,9 +18,9 @@ def append(group: str, tokens: int = 1, turn: int = 0, sample: int = 0) -> Appen
 
 
 @settings(deadline=None)
-@given(st.integers(1, 6), st.integers(0, 2**32))
-def test_a_new_group_always_goes_to_the_least_loaded_rank(ranks, seed):
-    rng, placement = random.Random(seed), Placement(ranks)
+@given(st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
+def test_a_new_group_always_goes_to_the_least_loaded_rank(ranks, growing, seed):
+    rng, placement = random.Random(seed), Placement(ranks, growing)
     load = [[0, 0] for _ in range(ranks)]  # tokens, open groups: kept here by adding up
     held: dict[str, tuple[int, int]] = {}
     for _ in range(200):
@@ -36,7 +36,7 @@ def test_a_new_group_always_goes_to_the_least_loaded_rank(ranks, seed):
         if group in held:
             assert rank == held[group][0]
         else:
-            assert rank == min(range(ranks), key=lambda r: (*load[r], r))
+            assert rank == min(range(ranks), key=lambda r: (*load[r][:: -1 if growing else 1], r))
             load[rank][1] += 1
         held[group] = (rank, held.get(group, (rank, 0))[1] + tokens)
         load[rank][0] += tokens

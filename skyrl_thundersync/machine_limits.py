@@ -1,0 +1,131 @@
+"""What a machine, or the container around a run, allows: shared memory, open files, processes, disk, memory.
+
+Each check takes milliseconds and imports nothing heavy, so `skyrl train` runs them before it starts anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl_thundersync.checks import Check
+
+GIB = 2**30
+LEAST_FILES = 4096
+LEAST_SHM = GIB
+LEAST_PROCESSES = 1024
+"""Threads and processes that a run starts: about 600 for the quickstart, most of them Ray's."""
+FULL = 0.95
+"""Share of a disk in use at which Ray refuses to work in it."""
+CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cheap_checks() -> Iterator[Check]:
+    """All that need no configuration."""
+    yield shared_memory(Path("/dev/shm"))
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield processes(room_in_group("pids", ("pids.max", "pids.current"), ("pids.max", "pids.current")))
+    yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
+    yield ray_address(os.environ.get("RAY_ADDRESS"))
+
+
+def shared_memory(folder: Path, least: int = LEAST_SHM) -> Check:
+    """Room for Ray's object store."""
+    if not folder.is_dir():
+        return Check("shared memory", (f"{folder} does not exist. Mount a tmpfs there.",))
+    size = shutil.disk_usage(folder)
+    problems = ()
+    if size.free < least:
+        problems = (
+            f"{folder} has {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}; processes hand each other batches "
+            f"through it and want {least / GIB:.0f} GiB. Empty it, or start the container with --shm-size=8g.",
+        )
+    return Check("shared memory", problems, f"{size.free / GIB:.1f} GiB free")
+
+
+def open_files(limit: int) -> Check:
+    """Ray opens many sockets a process. `limit`: soft limit of open files; -1: none."""
+    problems = ()
+    if 0 <= limit < LEAST_FILES:
+        problems = (
+            f"at most {limit} open files are allowed, Ray wants {LEAST_FILES}. Run `ulimit -n {LEAST_FILES}` first.",
+        )
+    return Check("open files", problems, "unlimited" if limit < 0 else f"{limit} allowed")
+
+
+def processes(room: int | None) -> Check:
+    """`room`: threads and processes that the control group still allows; None: no limit. (`ulimit -u` does not bind root.)"""
+    problems = ()
+    if room is not None and room < LEAST_PROCESSES:
+        problems = (
+            f"the control group of this process allows {room} more threads and processes, a run wants {LEAST_PROCESSES}. "
+            "Raise its pids.max, or start the container with --pids-limit=-1.",
+        )
+    return Check("processes", problems, "unlimited" if room is None else f"{room} more allowed")
+
+
+def session_disk(folder: Path) -> Check:
+    """Ray stops working in a folder whose disk is 95% full."""
+    size = shutil.disk_usage(folder)
+    used = 1 - size.free / size.total
+    problems = ()
+    if used >= FULL:
+        problems = (
+            f"the disk of {folder} is {used:.0%} full and Ray stops at {FULL:.0%}. Free some, or set RAY_TMPDIR.",
+        )
+    return Check("disk of Ray's session", problems, f"{folder}, {used:.0%} full")
+
+
+def ray_address(address: str | None) -> Check:
+    """A run starts its own Ray."""
+    if address:
+        why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
+        return Check("Ray of its own", (why,))
+    return Check("Ray of its own", ())
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have: MemAvailable, or less where a control group limits it."""
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    room = room_in_group("memory", *names)
+    return free if room is None else min(free, room)
+
+
+def room_in_group(controller: str, names: tuple[str, str], names_v1: tuple[str, str]) -> int | None:
+    """What this process's control group and those above it leave of a resource; None: no limit.
+
+    names: of the files with the limit and with the use in hierarchies of version 2; names_v1: of version 1.
+    """
+    found = []
+    for line in OWN_GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            limit, used = names_v1 if controllers else names
+            for folder in _folders(CGROUPS / controllers, path):
+                # In a container the groups above its own are out of sight; the root has no limit.
+                if (folder / limit).is_file() and (text := (folder / limit).read_text().strip()) != "max":
+                    found.append(max(0, int(text) - int((folder / used).read_text()) + _reclaimable(folder)))
+    return min(found, default=None)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of the files' cache that a memory group's use counts, and that the kernel gives up when asked; 0 for others."""
+    if not (folder / "memory.stat").is_file():
+        return 0
+    rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    v1 = "total_" if "total_inactive_file" in rows else ""
+    return int(rows[f"{v1}inactive_file"]) + int(rows[f"{v1}active_file"])
+
+
+def _folders(root: Path, path: str) -> Iterator[Path]:
+    """A group's folder and those above it."""
+    folder = root / path.lstrip("/")
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
