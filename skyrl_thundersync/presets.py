@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.option_types import dataclass_in, fields, optional_blocks, type_problem
 from skyrl_thundersync.plugins import nearest
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
 COMMAND_LINE = "command line"
-_SKYRL_LISTS_TYPED_AS_STR = (".lora.target_modules", ".lora.exclude_modules")
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,9 @@ def parse_override(arg: str) -> dict:
 
 def leaf_keys(config_class: type, prefix: str = "") -> Iterable[str]:
     """Every option of a configuration dataclass, dotted, depth first."""
-    for name, kind in _fields(config_class).items():
-        nested = _dataclass_in(kind)
-        if nested is None or nested in _optional_blocks(kind):
+    for name, kind in fields(config_class).items():
+        nested = dataclass_in(kind)
+        if nested is None or nested in optional_blocks(kind):
             yield prefix + name
         else:
             yield from leaf_keys(nested, f"{prefix}{name}.")
@@ -151,16 +149,16 @@ def flatten(tree: Mapping, config_class: type, origin: str, choices: Mapping[str
     leaves: list[Override] = []
 
     def visit(node: Mapping, cls: type, prefix: str) -> None:
-        kinds = _fields(cls)
+        kinds = fields(cls)
         for name, value in node.items():
             key = f"{prefix}{name}"
             if name not in kinds:
                 raise ConfigError(_unknown(key, str(name), prefix, list(kinds), config_class, origin))
-            nested = _dataclass_in(kinds[name])
+            nested = dataclass_in(kinds[name])
             if nested is not None and isinstance(value, Mapping):
                 visit(value, nested, f"{key}.")
                 continue
-            problem = _type_problem(key, kinds[name], value)
+            problem = type_problem(key, kinds[name], value)
             if problem:
                 raise ConfigError(f"{key}={value!r} ({origin}): {problem}")
             if key in choices and value is not None and value not in choices[key]:
@@ -295,77 +293,6 @@ def _placed(merged: Mapping[str, Override]) -> dict[str, Any]:
 def quickstart_folder() -> Path:
     """Where the quickstart's models and tasks are written: under $XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_thundersync" / "quickstart"
-
-
-def _fields(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the type itself."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return typing.get_args(kind)
-    return (kind,)
-
-
-def _dataclass_in(kind: Any) -> type | None:
-    return next((member for member in _members(kind) if dataclasses.is_dataclass(member)), None)
-
-
-def _optional_blocks(kind: Any) -> tuple[Any, ...]:
-    return _members(kind) if type(None) in _members(kind) else ()
-
-
-def _type_problem(key: str, kind: Any, value: Any) -> str | None:
-    """Why `value` does not fit a field's type, or None when it does."""
-    if key.endswith(_SKYRL_LISTS_TYPED_AS_STR) and isinstance(value, list):
-        return None
-    if any(_fits(member, value) for member in _members(kind)):
-        return None
-    hint = ""
-    if any(typing.get_origin(member) is list for member in _members(kind)) and isinstance(value, str):
-        hint = f" Write a list: {key}=[{value}]"
-    elif str in _members(kind):
-        hint = f" Quote it to make it text: {key}='\"{value}\"'"
-    return f"expected {_describe(kind)}, got {type(value).__name__}.{hint}"
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    origin = typing.get_origin(kind)
-    if kind is Any:
-        return True
-    if kind is type(None):
-        return value is None
-    if kind is bool:
-        return isinstance(value, bool)
-    if kind in (int, float):
-        return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if kind is str:
-        return isinstance(value, str)
-    if origin is typing.Literal:
-        return value in typing.get_args(kind)
-    if kind is list or origin is list:
-        inner = typing.get_args(kind)
-        return isinstance(value, list) and all(_fits(inner[0], item) for item in value if inner)
-    if kind is dict or origin is dict:
-        return isinstance(value, Mapping)
-    return False  # a dataclass: mappings were handled by the caller, anything else is wrong
-
-
-def _describe(kind: Any) -> str:
-    names = []
-    for member in _members(kind):
-        if member is type(None):
-            names.append("null")
-        elif typing.get_origin(member) is typing.Literal:
-            names.extend(repr(choice) for choice in typing.get_args(member))
-        elif dataclasses.is_dataclass(member):
-            some = list(_fields(member))
-            names.append(f"a block of options ({', '.join(some[:6])}{', …' if len(some) > 6 else ''})")
-        else:
-            names.append(getattr(member, "__name__", str(member)) if not typing.get_args(member) else str(member))
-    return " or ".join(names).replace("typing.", "")
 
 
 def _unknown(key: str, name: str, prefix: str, siblings: list[str], config_class: type, origin: str) -> str:
