@@ -34,8 +34,9 @@ from rich.table import Table
 from benchmarks.learner import save_shape
 from skyrl_thundersync.analysis import curves, theory
 from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.meter import Policy
 from skyrl_thundersync.analysis.rerun import Settings
-from skyrl_thundersync.analysis.virtual_update import Policy, direct
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import Rollouts, Workload, float_zeros
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, free_port

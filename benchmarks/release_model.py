@@ -18,7 +18,8 @@ import typer
 
 from skyrl_thundersync.analysis import theory
 from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.virtual_update import Policy, direct
+from skyrl_thundersync.analysis.meter import Policy
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import Workload
 
 GAMMA = 1.0  # a turn costs the learner as much as any other: service grows as the number of turns does

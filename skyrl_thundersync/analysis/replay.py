@@ -12,10 +12,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.meter import Policy
 from skyrl_thundersync.analysis.record import Batch, load_batches
 from skyrl_thundersync.analysis.rundata import read_metrics
 from skyrl_thundersync.analysis.theory import measured_error
-from skyrl_thundersync.analysis.virtual_update import Policy, direct
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import RecordedRollouts
 
 FIT_ROUNDS = 6

@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.meter import Figures, Policy
 from skyrl_thundersync.analysis.replay import Recording, load_recordings, predict
-from skyrl_thundersync.analysis.virtual_update import Figures, Policy, direct
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import Workload
 
 

@@ -15,16 +15,14 @@ from typing import Any
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.hosts.checkpoint import (
     CheckpointError,
-    Continued,
     check_run,
     choose,
-    driver_random_state,
     read,
-    restore_driver_random_state,
     run_facts,
     save,
 )
 from skyrl_thundersync.hosts.cluster import Cluster
+from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
 
 
 class NothingLeftError(Exception):

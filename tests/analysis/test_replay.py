@@ -9,8 +9,9 @@ from omegaconf import OmegaConf
 
 from skyrl_thundersync.analysis import replay
 from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.meter import Policy
 from skyrl_thundersync.analysis.record import _encode
-from skyrl_thundersync.analysis.virtual_update import Policy, direct
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import RecordedRollouts
 from tests.analysis.test_simulate import SMALL, recorded
 

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from benchmarks import release_model
 from skyrl_thundersync.analysis import simulate, theory
 from skyrl_thundersync.analysis.machines import Machine
+from skyrl_thundersync.analysis.meter import SCHEDULES, Policy
 from skyrl_thundersync.analysis.record import Batch
-from skyrl_thundersync.analysis.virtual_update import SCHEDULES, Policy, direct, via_update
+from skyrl_thundersync.analysis.virtual_update import direct, via_update
 from skyrl_thundersync.analysis.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 

@@ -16,17 +16,15 @@ from skyrl_thundersync.hosts.checkpoint import (
     MANIFEST,
     POINTER,
     CheckpointError,
-    Continued,
     check_run,
     choose,
-    driver_random_state,
     read,
-    restore_driver_random_state,
     resume_problems,
     run_facts,
     save,
     steps,
 )
+from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
 
 SIZE = 1 << 20
 
