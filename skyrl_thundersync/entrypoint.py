@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
+from skyrl_thundersync.checks import Check
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import memory
 from skyrl_thundersync.errors import ConfigError, first_cause, tell
@@ -41,13 +43,18 @@ def main() -> None:
 
 
 def _configured():
+    _require(cheap_checks())
     from skyrl_thundersync.validate import checked_config
 
     with quiet_imports():
         cfg = checked_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-    if problems := [problem for check in [*cheap_checks(), memory(cfg)] for problem in check.problems]:
-        raise ConfigError("\n".join(problems))
+        _require([memory(cfg)])
     return cfg
+
+
+def _require(checks: Iterable[Check]) -> None:
+    if problems := [problem for check in checks for problem in check.problems]:
+        raise ConfigError("\n".join(problems))
 
 
 def train(cfg) -> int:
