@@ -1,17 +1,20 @@
 """Charts as inline SVG: axes, lines, stacked bars and rows of spans. No script, no font, no network.
 
-Colours are CSS variables of the page that holds them (analysis/page.py), so charts follow its light and dark theme.
+Colours are CSS variables of the page that holds them (analysis/page.py), so charts follow its light and dark theme;
+`document` makes a file of a chart alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 34
 """Margins around the plotting area, in pixels."""
+TITLE = 30
+"""Height of the title above a chart that is a file of its own."""
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -131,6 +134,32 @@ class Chart:
         if self.y_label:
             parts.append(_label(f'transform="translate(12,{(TOP + base) / 2:.0f}) rotate(-90)"', self.y_label))
         return "".join(parts) + "</svg>"
+
+
+def document(chart: Chart, names: Mapping[str, tuple[str, bool]], colours: Sequence[str]) -> str:
+    """A chart as a file of its own, with its title above and names below, two a row.
+
+    Args:
+        names: name → (colour, whether it is of dots). Colours are "ink" or "c0", "c1", … into `colours`.
+    """
+    tall = TITLE + chart.height + 18 * math.ceil(len(names) / 2) + 10
+    variables = "".join(f"--c{index}:{colour};" for index, colour in enumerate(colours))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {chart.width} {tall}">',
+        f"<style>:root{{--ink:#222;{variables}}}text{{font:12px sans-serif;fill:#222}}.title{{font-size:15px}}"
+        ".grid{stroke:#e2e2e2}.axis{stroke:#999}</style>",
+        f'<rect width="{chart.width}" height="{tall}" fill="white"/>',
+        f'<text class="title" x="{chart.left}" y="20">{escape(chart.title)}</text>',
+        chart.render().replace("<svg", f'<svg y="{TITLE}" width="{chart.width}" height="{chart.height}"', 1),
+    ]
+    for index, (name, (colour, dots)) in enumerate(names.items()):
+        x = chart.left + (index % 2) * (chart.width - chart.left) / 2
+        y = TITLE + chart.height + 18 * (index // 2 + 1)
+        mark = (
+            f'<circle cx="{x + 9}" cy="{y - 4}" r="4"' if dots else f'<rect x="{x}" y="{y - 6}" width="18" height="3"'
+        )
+        parts.append(f'{mark} fill="var(--{colour})"/><text x="{x + 24}" y="{y}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def _label(where: str, text: str) -> str:
