@@ -26,7 +26,7 @@ from skyrl_thundersync.heartbeat import gone
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.learners import Learners
 from skyrl_thundersync.rollout.client import LocalEngineClient
-from skyrl_thundersync.rollout.engine import EngineSpec, start_replicas
+from skyrl_thundersync.rollout.engine import engine_spec, start_replicas
 from skyrl_thundersync.rollout.publish import publish
 from skyrl_thundersync.rollout.servers import ServerPublisher
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
@@ -91,7 +91,8 @@ class Cluster:
         self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
         count = self._cfg.generator.inference_engine.num_engines
         if self._device == "cpu":
-            replicas = start_replicas(self._engine_spec(), count, logs)
+            spec = engine_spec(self._cfg, self._longest, self._cfg.trainer.policy.model.lora.rank, self._device)
+            replicas = start_replicas(spec, count, logs)
             self._target = LocalEngineClient(
                 replicas, tokenizer, self._cfg.trainer.policy.model.path, self._display.say
             )
@@ -220,21 +221,6 @@ class Cluster:
         """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
         ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners.actors])
         self.version, self._served = version, None
-
-    def _engine_spec(self) -> EngineSpec:
-        engine = self._cfg.generator.inference_engine
-        return EngineSpec(
-            model=self._cfg.trainer.policy.model.path,
-            dtype=engine.model_dtype,
-            max_model_len=self._longest,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            prefix_caching=engine.enable_prefix_caching,
-            chunked_prefill=engine.enable_chunked_prefill,
-            seed=self._cfg.trainer.seed,
-            lora_rank=self._cfg.trainer.policy.model.lora.rank,
-            device=self._device,
-        )
 
     def _start_teacher(self, logs: Path) -> TeacherClient:
         teacher = self._cfg.thundersync.teacher

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -23,6 +23,9 @@ from skyrl_thundersync.rollout.engine_thread import (
     build_engine,
     logprobs_of,
 )
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.config import TrainConfig
 
 LORA_NAME = "skyrl-lora"  # the name SkyRL's generator asks for
 
@@ -268,6 +271,23 @@ def _swap_adapter(engine: Any, lora: Any) -> None:
 
 # An async actor: its methods interleave on one loop, all blocking work is the engine thread's.
 EngineReplica = ray.remote(num_cpus=0, max_concurrency=4096)(Replica)
+
+
+def engine_spec(cfg: TrainConfig, longest: int, lora_rank: int, device: str) -> EngineSpec:
+    """A replica of the policy as a configuration asks for it. `longest`: context limit in tokens, prompt and answers."""
+    engine = cfg.generator.inference_engine
+    return EngineSpec(
+        model=cfg.trainer.policy.model.path,
+        dtype=engine.model_dtype,
+        max_model_len=longest,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        prefix_caching=engine.enable_prefix_caching,
+        chunked_prefill=engine.enable_chunked_prefill,
+        seed=cfg.trainer.seed,
+        lora_rank=lora_rank,
+        device=device,
+    )
 
 
 def start_replicas(spec: EngineSpec, count: int, log_dir: str | Path | None = None) -> list[Any]:

@@ -26,7 +26,7 @@ from skyrl_thundersync.presets import build_config
 from skyrl_thundersync.quiet import quiet_imports
 from skyrl_thundersync.rollout import eval_cli, swe_bench, terminal_env
 from skyrl_thundersync.rollout.client import LocalEngineClient
-from skyrl_thundersync.rollout.engine import LORA_NAME, EngineSpec, start_replicas
+from skyrl_thundersync.rollout.engine import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
@@ -170,18 +170,8 @@ async def _serve(cfg: Any, tokenizer: Any, device: str, adapter: Path | None, lo
         raise ConfigError(
             "generator.inference_engine.tensor_parallel_size: evaluation replicas hold one GPU each. Set 1."
         )
-    spec = EngineSpec(
-        model=cfg.trainer.policy.model.path,
-        dtype=engine.model_dtype,
-        max_model_len=cfg.generator.max_input_length + cfg.generator.eval_sampling_params.max_generate_length,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        prefix_caching=engine.enable_prefix_caching,
-        chunked_prefill=engine.enable_chunked_prefill,
-        seed=cfg.trainer.seed,
-        lora_rank=_rank(adapter) if adapter else 0,
-        device=device,
-    )
+    longest = cfg.generator.max_input_length + cfg.generator.eval_sampling_params.max_generate_length
+    spec = engine_spec(cfg, longest, _rank(adapter) if adapter else 0, device)
     client = LocalEngineClient(start_replicas(spec, engine.num_engines, logs), tokenizer, cfg.trainer.policy.model.path)
     await client.ready()
     if adapter:
