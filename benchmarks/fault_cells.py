@@ -107,7 +107,8 @@ def _killed() -> list[Cell]:
         replace(learner, phase="sweep"),
         replace(learner, phase="finish"),
         replace(learner, phase="step"),
-        replace(learner, phase="publish", victim="learner-0", watch="learner-0"),
+        # Its own part, writing the weights, is over within milliseconds: when the replica has begun to load them.
+        replace(learner, phase="publish", victim="learner-0", watch=ROLLOUT),
         replace(learner, phase="checkpoint"),
         replace(rollout, phase="rollout"),
         replace(two_engines, phase="rollout"),
@@ -152,7 +153,7 @@ def _full() -> list[Cell]:
         replace(full, fault="checkpoints' disk full", phase="rollout", watch=ROLLOUT, special="checkpoint disk"),
         replace(full, fault="checkpoints' disk full", phase="checkpoint", watch=LEARNER, special="checkpoint disk"),
         replace(full, fault="run folder's disk full", phase="rollout", watch=ROLLOUT, special="run disk"),
-        replace(full, fault="run folder's disk full", phase="publish", watch="learner-0", special="run disk"),
+        replace(full, fault="run folder's disk full", phase="publish", watch=ROLLOUT, special="run disk"),
     ]
 
 
