@@ -106,7 +106,8 @@ class Chain:
         with with_:
             options, disk = self._prepared(cell, with_)
             within = cell.within + (with_.enter_context(control_group(cell.special)) if cell.special in GROUPS else ())
-            run = self.start(cell.name, before + 4, *cell.options, *options, within=within)
+            last = before + (4 if 0 in cell.ends else 30)  # a phase of milliseconds is not met in every update
+            run = self.start(cell.name, last, *cell.options, *options, within=within)
             with_.callback(_end, run)
             try:
                 began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
