@@ -33,6 +33,8 @@ from benchmarks.undisturbed import Undisturbed
 from tests import job
 
 UPDATE_S = 120.0
+LEFT_S = 120.0
+"""How long what a run left may take to go. After a kill -9 Ray's agents ask their dead server for a minute first."""
 OPTIONS = (
     "trainer.eval_interval=-1",
     "trainer.eval_before_train=false",
@@ -116,7 +118,7 @@ class Chain:
                 self.collect(run)  # it may have gone on and left checkpoints that the next cell resumes from
                 return Result(cell.fault, cell.phase, f"NOT STRUCK: {error}", run.process.poll(), 0, None, (), "")
             seconds = time.monotonic() - began
-            left = run.left(60.0) | (_sockets() - sockets) | (_control_groups() - groups)
+            left = run.left(LEFT_S) | (_sockets() - sockets) | (_control_groups() - groups)
             self.collect(run)
             gap = self.gap()
         swept = _control_groups() if cell.event == signal.SIGKILL and cell.victim == DRIVER else set()

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fault_chain import UPDATE_S, Chain
+from benchmarks.fault_chain import LEFT_S, UPDATE_S, Chain
 from benchmarks.fault_phases import START_S, at
 from tests import job
 
@@ -48,7 +48,7 @@ def kills(chain: Chain, count: int, seed: int) -> list[Kill]:
         os.kill(run.process.pid, signal.SIGKILL)
         seconds = time.monotonic() - began
         run.wait(10)
-        left = run.left(60.0)
+        left = run.left(LEFT_S)
         chain.collect(run)
         found.append(Kill(round(seconds, 1), what, chain.step, chain.gap(), tuple(sorted(left))))
         print(found[-1], flush=True)
