@@ -68,10 +68,14 @@ def control_group(limit: str) -> Iterator[tuple[str, ...]]:
 
 
 def fill(folder: Path) -> None:
-    """Leave no byte free in the filesystem of `folder`."""
-    free = os.statvfs(folder)
+    """Leave no page free in the filesystem of `folder`, while others write there."""
     with (folder / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+        size = 0
+        for step in (1 << 24, 1 << 20, 1 << 12):
+            with suppress(OSError):  # full, to within a step
+                while True:
+                    os.posix_fallocate(file.fileno(), size, step)
+                    size += step
 
 
 def poisoned_model(source: Path, target: Path, row: int | None = None) -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import signal
 import sys
 import traceback
@@ -19,6 +21,7 @@ from skyrl_thundersync.checks import Check
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import memory
 from skyrl_thundersync.errors import ConfigError, first_cause, tell
+from skyrl_thundersync.heartbeat import named
 from skyrl_thundersync.interrupts import KeptInterrupts
 from skyrl_thundersync.machine_limits import cheap_checks
 from skyrl_thundersync.quiet import quiet_imports
@@ -79,10 +82,28 @@ def train(cfg) -> int:
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
             display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
             return INTERRUPTED
-        display.error(f"{type(cause).__name__}: {cause}")
+        display.error(_in_words(cause, run_dir / "logs", (str(run_dir), cfg.trainer.ckpt_path, "/dev/shm", "/tmp")))
         display.error(f"The run ended; nothing of the unfinished update was applied. Whole traceback: {driver_log}")
         return 1
     return 0
+
+
+def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> str:
+    """What went wrong; in an actor: its own error, without Ray's wrapping and traceback, and which process it was.
+
+    folders: whose disks are looked at when one is full.
+    """
+    from ray.exceptions import RayTaskError
+
+    cause = first_cause(error.cause) if isinstance(error, RayTaskError) else error
+    lines = [f"{type(cause).__name__}: {cause}"]
+    found = re.search(r"\(pid=(\d+)", str(error)) if cause is not error else None
+    if found and (where := named(log_dir, int(found[1]))):
+        lines.append(f"In {where}")
+    if "No space left on device" in str(cause):
+        full = [folder for folder in folders if Path(folder).is_dir() and shutil.disk_usage(folder).free < 2**20]
+        lines += [f"The disk of {folder} is full. Free some." for folder in full]
+    return "\n".join(lines)
 
 
 def _train(cfg, run_dir: Path, display: Display) -> None:

@@ -88,6 +88,14 @@ def gone(folder: Path) -> list[str]:
     return dead
 
 
+def named(folder: Path, pid: int) -> str | None:
+    """The process of this id that announced itself in `folder`, with where its log is; None where there is none."""
+    for path in folder.glob("*.alive"):
+        if status(path)[0] == pid:
+            return f"{path.stem} (process {pid}), its log: {path.with_suffix('.log')}"
+    return None
+
+
 def beat(path: Path) -> None:
     """From now on touch `path` once a second, and write all threads' stacks to stderr on SIGUSR1. Returns at once."""
     announce(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from skyrl.train.utils.utils import prepare_runtime_environment
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import DeadActorError, first_cause
-from skyrl_thundersync.heartbeat import gone
+from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.learners import Learners
 from skyrl_thundersync.rollout.client import LocalEngineClient
@@ -74,12 +75,18 @@ class Cluster:
     def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
         """Raises DeadActorError, naming the processes that are gone, in place of what Ray says of one."""
         lost = isinstance(error, Exception) and isinstance(_root(error), RayActorError)
-        dead = gone(self._run_dir / "logs") if lost else []
+        dead = (gone(self._run_dir / "logs") or self._broke_off(_root(error))) if lost else []
         ray.shutdown()
         for folder in (self._publish_dir, self._kept_dir):
             shutil.rmtree(folder, ignore_errors=True)
         if dead:
             raise DeadActorError("; ".join(dead)) from error
+
+    def _broke_off(self, error: BaseException) -> list[str]:
+        """The process that Ray's error is about, where it lives on: only its connection is gone."""
+        found = re.search(r"\bpid: (\d+)", str(error))
+        name = found and named(self._run_dir / "logs", int(found[1]))
+        return [f"no connection any more to {name}"] if name else []
 
     def start(self, tokenizer) -> None:
         """Start every actor at once and wait until all are ready.
