@@ -91,7 +91,7 @@ def train(cfg) -> int:
 def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> str:
     """What went wrong; in an actor: its own error, without Ray's wrapping and traceback, and which process it was.
 
-    folders: whose disks are looked at when one is full.
+    folders: whose free space is said when a disk was full.
     """
     from ray.exceptions import RayTaskError
 
@@ -101,8 +101,8 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
     if found and (where := named(log_dir, int(found[1]))):
         lines.append(f"In {where}")
     if "No space left on device" in str(cause):
-        full = [folder for folder in folders if Path(folder).is_dir() and shutil.disk_usage(folder).free < 2**20]
-        lines += [f"The disk of {folder} is full. Free some." for folder in full]
+        free = {folder: shutil.disk_usage(folder).free for folder in folders if Path(folder).is_dir()}
+        lines.append(f"Free now: {', '.join(f'{size / 2**20:.0f} MiB in {folder}' for folder, size in free.items())}")
     return "\n".join(lines)
 
 
