@@ -17,17 +17,20 @@ GIB = 2**30
 LEAST_FILES = 4096
 LEAST_SHM = GIB
 LEAST_PROCESSES = 1024
-"""Threads and processes that a run starts: about 600 for the quickstart, most of them Ray's."""
+"""Threads and processes: Ray, vLLM and torch start hundreds."""
 FULL = 0.95
 """Share of a disk in use at which Ray refuses to work in it."""
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+PIDS = ("pids", ("pids.max", "pids.current"), ("pids.max", "pids.current"))
+MEMORY = ("memory", ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""A controller, and its files with limit and use: in hierarchies of version 2, and of version 1."""
 
 
 def cheap_checks() -> Iterator[Check]:
     """All that need no configuration."""
     yield shared_memory(Path("/dev/shm"))
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield processes(room_in_group("pids", ("pids.max", "pids.current"), ("pids.max", "pids.current")))
+    yield processes(room_in_group(*PIDS))
     yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
     yield ray_address(os.environ.get("RAY_ADDRESS"))
 
@@ -91,16 +94,12 @@ def available_memory() -> int:
     """Bytes that new processes can have: MemAvailable, or less where a control group limits it."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
-    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    room = room_in_group("memory", *names)
+    room = room_in_group(*MEMORY)
     return free if room is None else min(free, room)
 
 
 def room_in_group(controller: str, names: tuple[str, str], names_v1: tuple[str, str]) -> int | None:
-    """What this process's control group and those above it leave of a resource; None: no limit.
-
-    names: of the files with the limit and with the use in hierarchies of version 2; names_v1: of version 1.
-    """
+    """What this process's control group and those above it leave of a resource (`PIDS`, `MEMORY`); None: no limit."""
     found = []
     for line in OWN_GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)

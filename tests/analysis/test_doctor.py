@@ -49,11 +49,10 @@ def test_what_a_control_group_allows_is_counted_over_all_above_it(tmp_path, monk
             (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
     def pids():
-        return machine_limits.room_in_group("pids", ("pids.max", "pids.current"), ("pids.max", "pids.current"))
+        return machine_limits.room_in_group(*machine_limits.PIDS)
 
     def memory():
-        names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        return machine_limits.room_in_group("memory", *names)
+        return machine_limits.room_in_group(*machine_limits.MEMORY)
 
     assert pids() is None
     group("pids/box", pids__max="max", pids__current=7)
