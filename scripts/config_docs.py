@@ -16,7 +16,7 @@ from pathlib import Path
 
 from skyrl_thundersync import config, host_defaults
 from skyrl_thundersync.options import CHOICES
-from skyrl_thundersync.validate import RULES
+from skyrl_thundersync.rules import RULES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -95,15 +95,17 @@ def config_checks(cfg: TrainConfig) -> Iterator[Check]:
 
 
 def memory(cfg: TrainConfig) -> Check:
-    """An estimate per part of the split, against what the machine has now. Activations and K/V come on top.
+    """An estimate per part of the split, against what the machine has now. Activations come on top, on GPUs K/V too.
 
     A learner rank: weights; on the host an FP32 gradient of what is trained (twice for the exact accumulator, and two more a
     GRPO group with statistics); masters and moments, 12 bytes a trained parameter, shared among ranks, on the device
     unless offloaded. Replicas: weights.
-    Without GPUs all of it is host memory; each process takes `PROCESS` beside.
+    Without GPUs all of it is host memory, with the K/V caches; each process takes `PROCESS` beside.
     """
     from skyrl_thundersync.dryrun import gpus_per_engine, learner_ranks
     from skyrl_thundersync.host_defaults import uses_cuda
+    from skyrl_thundersync.inputs import kv_cache_gib
+    from skyrl_thundersync.teacher.scores import TeacherSpec
 
     sizes = split_memory(cfg, learner_ranks(cfg))
     if sizes is None:
@@ -131,7 +133,8 @@ def memory(cfg: TrainConfig) -> Check:
             if size > room
         ]
     else:
-        host += ranks * learner_device + engines * rollout + teachers * teacher
+        host += ranks * learner_device
+        host += engines * (rollout + kv_cache_gib(cfg) * GIB) + teachers * (teacher + TeacherSpec.cache_gib * GIB)
     if host > (available := available_memory()):
         problems.append(
             f"the processes need {_gib(host)} of host memory together, {_gib(available)} are available. Use fewer ranks or "

@@ -121,6 +121,11 @@ def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
     return problems
 
 
+def kv_cache_gib(cfg: TrainConfig) -> float:
+    """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or 1 GiB."""
+    return cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes", 2**30) / 2**30
+
+
 def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of a JSON-lines or parquet file.
 
@@ -160,10 +165,7 @@ def task_problems(option: str, path: str, env_class: str) -> list[str]:
     try:
         for where, row in read_rows(file):
             rows += 1
-            wrong = row_problems(row, env_class)
-            if option == "data.train_data" and row.get("collect"):
-                wrong.append("`collect` is for evaluation: what is graded elsewhere has no reward here")
-            if wrong:
+            if wrong := row_problems(row, env_class, trained=option == "data.train_data"):
                 bad += 1
                 if bad <= 3:
                     problems.append(
@@ -178,7 +180,7 @@ def task_problems(option: str, path: str, env_class: str) -> list[str]:
     return problems
 
 
-def row_problems(row: Mapping[str, Any], env_class: str) -> list[str]:
+def row_problems(row: Mapping[str, Any], env_class: str, trained: bool) -> list[str]:
     """What one task lacks. Tasks of environments other than "terminal" need a prompt only."""
     problems = []
     prompt = row.get("prompt")
@@ -190,6 +192,8 @@ def row_problems(row: Mapping[str, Any], env_class: str) -> list[str]:
         problems.append("`task_id` is missing")
     if not str(row.get("checker") or "").strip():
         problems.append("`checker` is missing: a task without a checker has no reward")
+    if trained and row.get("collect"):
+        problems.append("`collect` is for evaluation: what is graded elsewhere has no reward here")
     files = row.get("files", "{}")
     try:
         files = json.loads(files) if isinstance(files, str) else files

@@ -161,8 +161,8 @@ def doctor(
         from skyrl_thundersync.quiet import quiet_imports
 
         with Console(stderr=True).status("reading the configuration"), quiet_imports():
+            from skyrl_thundersync.host_defaults import apply_host_defaults
             from skyrl_thundersync.presets import build_config
-            from skyrl_thundersync.validate import apply_host_defaults
 
             cfg = build_config(chosen)
             apply_host_defaults(cfg)

@@ -88,10 +88,11 @@ def load_batch(path: Path) -> Batch:
 
 def _encode(work: Work) -> dict:
     if isinstance(work, Append):
-        return {"kind": "append", "source": asdict(work.source), "scores": work.scores}
+        source = asdict(work.source) | {"trajectory": work.source.trajectory._asdict()}
+        return {"kind": "append", "source": source, "scores": work.scores}
     if isinstance(work, CloseTrajectory):
         known = {} if work.group_rewards is None else {"group_rewards": work.group_rewards}
-        return {"kind": "close", "trajectory": asdict(work.trajectory), "reward": work.reward, **known}
+        return {"kind": "close", "trajectory": work.trajectory._asdict(), "reward": work.reward, **known}
     return {"kind": "close_group", "group": work.group}
 
 

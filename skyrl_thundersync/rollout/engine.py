@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_thundersync.heartbeat import at, doing
+from skyrl_thundersync.inputs import kv_cache_gib
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.rollout.engine_thread import (
     EngineSpec,
@@ -282,6 +283,7 @@ def engine_spec(cfg: TrainConfig, longest: int, lora_rank: int, device: str) -> 
         max_model_len=longest,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_gib=kv_cache_gib(cfg),
         prefix_caching=engine.enable_prefix_caching,
         chunked_prefill=engine.enable_chunked_prefill,
         seed=cfg.trainer.seed,

@@ -8,11 +8,14 @@ Everything here is immutable, picklable and holds token ids as plain integers: i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class TrajectoryId:
-    """One sampled trajectory: `group` is its prompt's id, `sample` its index among the samples of that prompt."""
+class TrajectoryId(NamedTuple):
+    """One sampled trajectory: `group` is its prompt's id, `sample` its index among the samples of that prompt.
+
+    A tuple, not a dataclass: it is the key of every table here, and a tuple's hash and comparison cost a third.
+    """
 
     group: str
     sample: int

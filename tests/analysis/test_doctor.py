@@ -88,6 +88,7 @@ def test_parameters_are_counted_from_file_headers(tmp_path):
 
 def config(student, teacher, **learner):
     block = {"dtype": "bfloat16", "offload_optimizer": False, "accumulator": "fp32", "ranks": 4} | learner
+    engine = SimpleNamespace(model_dtype="bfloat16", num_engines=2, engine_init_kwargs={})
     return SimpleNamespace(
         thundersync=SimpleNamespace(
             objective="opd" if teacher else "grpo",
@@ -102,7 +103,7 @@ def config(student, teacher, **learner):
             ),
             placement=SimpleNamespace(policy_num_gpus_per_node=1, policy_num_nodes=1),
         ),
-        generator=SimpleNamespace(inference_engine=SimpleNamespace(model_dtype="bfloat16", num_engines=2)),
+        generator=SimpleNamespace(inference_engine=engine),
     )
 
 
@@ -115,6 +116,11 @@ def test_memory_of_a_split(tmp_path, monkeypatch):
     assert doctor.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
     # Three groups with statistics, two FP32 sums each, beside the gradient.
     assert doctor.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
+    # Eight processes of 1 GiB and three K/V caches, a small model beside them.
+    assert "host 11.0 GiB of" in doctor.memory(config(student, teacher)).seen
+    larger = config(student, teacher)
+    larger.generator.inference_engine.engine_init_kwargs["kv_cache_memory_bytes"] = 2 * 2**30
+    assert "host 13.0 GiB of" in doctor.memory(larger).seen
     assert doctor.memory(config(student, teacher)).problems == ()
     monkeypatch.setattr(doctor, "available_memory", lambda: 7 * 2**30)
     assert "Use fewer ranks" in doctor.memory(config(student, teacher)).problems[0]

@@ -5,7 +5,8 @@ from cases import write_model, write_tasks
 
 from skyrl_thundersync import inputs
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.validate import RULES, option_problems, validate
+from skyrl_thundersync.rules import RULES
+from skyrl_thundersync.validate import option_problems, validate
 
 BAD = {
     "generator.step_wise_trajectories": True,
@@ -54,6 +55,7 @@ BAD = {
     "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high": 100.0,
     "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.1,
     "trainer.algorithm.off_policy_correction.token_mask_is_threshold_high": 10.0,
+    "generator.inference_engine.engine_init_kwargs": {"enable_expert_parallel": True},
     "thundersync.teacher.model": None,
     "thundersync.learner.zero_stage": 3,
     "trainer.mtp.enabled": True,
