@@ -80,6 +80,7 @@ def _whole(fault: str, number: int, status: int, phase: str, says: str) -> Cell:
 
 EVALUATE = ("trainer.eval_before_train=true", "trainer.eval_interval=100")
 RESTARTS = ("thundersync.learner.max_restarts=1",)
+LITTLE_STATE = ("thundersync.learner.state_gib=0.0005",)
 TWO_TEACHERS = ("thundersync.teacher.replicas=2",)
 TWO_ENGINES = ("generator.inference_engine.num_engines=2",)
 
@@ -102,6 +103,7 @@ def _killed() -> list[Cell]:
         replace(again, phase="forward"),
         replace(again, phase="sweep"),
         replace(again, phase="teacher", watch=TEACHER),
+        replace(again, fault=f"{again.fault}, little state", phase="sweep", options=RESTARTS + LITTLE_STATE),
         replace(learner, phase="start-up"),
         replace(learner, phase="forward"),
         replace(learner, phase="sweep"),

@@ -15,6 +15,8 @@ from benchmarks.fault_chain import LEFT_S, UPDATE_S, Chain
 from benchmarks.fault_phases import START_S, at
 from tests import job
 
+SMALL_CACHE = "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=16777216"
+"""A replica's K/V cache is there from the start, but counts page by page as it is first written: this one during warm-up."""
 MOMENT_S = 12.0
 """Kills fall within so many seconds from the first rollout on; one in four falls into the start-up."""
 
@@ -75,7 +77,7 @@ class Use:
 def soak(chain: Chain, updates: int) -> list[Use]:
     """Train `updates` updates (at least 8) and note, after each, what every process and the disk hold."""
     first = chain.step
-    run = chain.start("soak", first + updates)
+    run = chain.start("soak", first + updates, SMALL_CACHE)
     driver, uses, seen = run.run_dir / "logs" / "driver.status", {}, first + 1
     end = time.monotonic() + START_S + updates * UPDATE_S
     while run.process.poll() is None:
