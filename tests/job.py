@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,15 @@ MARK = "THUNDERSYNC_TEST_RUN"  # every process that descends from a run has it i
 
 def shared_memory() -> set[str]:
     return {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+
+
+def unused(files: set[str]) -> set[str]:
+    """Those of some shared-memory files that no living process has mapped."""
+    inodes = set()  # a semaphore is mapped under the name that it was made with, not the one that it has
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # gone meanwhile, or not ours to see
+            inodes |= {int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return {file for file in files if (path := Path(file)).exists() and path.stat().st_ino not in inodes}
 
 
 def descendants(mark: str) -> dict[int, str]:
@@ -69,11 +79,15 @@ class Job:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def left(self, moment_s: float = 15.0) -> set[str]:
-        """Its processes that still live and shared-memory files that were not there before, after a moment to reap."""
+        """What it left, after a moment to reap: living processes, and new shared-memory files that nobody else uses."""
         end = time.monotonic() + moment_s
-        while (left := {*descendants(self.mark).values(), *shared_memory() - self.before}) and time.monotonic() < end:
+        while (left := self._left()) and time.monotonic() < end:
             time.sleep(0.2)
         return left
+
+    def _left(self) -> set[str]:
+        files = shared_memory() - self.before
+        return {*descendants(self.mark).values(), *(unused(files) if files else ())}
 
     def updates(self) -> list[dict]:
         rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())

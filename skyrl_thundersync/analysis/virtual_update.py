@@ -148,7 +148,7 @@ class DirectUpdate:
         self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
         self._placement = Placement(machine.ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(machine.ranks, policy.cap)
-        self._turns: dict[TrajectoryId, deque[Source | None]] = {t: deque() for t in self.ledger.trajectories}
+        self._turns: dict[TrajectoryId, list[Source | None]] = {t: [] for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
         self._idle, self.woken = [True] * machine.ranks, deque()
         self._rollouts_ended: float | None = None
@@ -193,8 +193,8 @@ class DirectUpdate:
         tail = max(self._last, self._rollouts_ended) - self._rollouts_ended
         return self._meter.close(self._rollouts_ended, tail, self._suffix_s, self.ledger.n_sources)
 
-    def _scored(self, turns: deque[Source | None]) -> None:
-        source = turns.popleft()
+    def _scored(self, turns: list[Source | None]) -> None:
+        source = turns.pop(0)
         self._ready(Append(source, float_zeros(len(source.action_ids))))
         if not turns:
             return

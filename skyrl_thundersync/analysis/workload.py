@@ -7,6 +7,7 @@ times are log-normal. Recorded: a batch kept with thundersync.record=true, its s
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ class Rollouts:
         total = int(turns.sum())
         sampled = _log_normal(rng, workload.turn_tokens, workload.token_spread, total)
         self._first = np.concatenate([[0], np.cumsum(turns)]).tolist()
-        self._sampled = np.maximum(1, np.rint(sampled)).astype(int).tolist()
+        self._sampled = array("q", np.maximum(1, np.rint(sampled)).astype(np.int64).tobytes())
         observed = _log_normal(rng, workload.observation_tokens, workload.token_spread, total)
-        self._observed = np.rint(observed).astype(int).tolist()
-        self._tool_s = _log_normal(rng, workload.tool_s, workload.tool_spread, total).tolist()
+        self._observed = array("q", np.rint(observed).astype(np.int64).tobytes())
+        self._tool_s = array("d", _log_normal(rng, workload.tool_s, workload.tool_spread, total).tobytes())
         self._next = list(self._first[:-1])
 
     @property

@@ -17,7 +17,7 @@ class LedgerError(RuntimeError):
     """An event that breaks the batch's bookkeeping: the update must not be taken."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Trajectory:
     sources: int = 0
     scored: int = 0

@@ -24,7 +24,7 @@ class TrajectoryId(NamedTuple):
         return f"{self.group}_{self.sample}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One sampled turn, as the rollout engine answered, before its tool ran.
 
@@ -74,7 +74,7 @@ class Source:
         return sum(self.mask)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Append:
     """Learner work: add a ready source's tokens to its trajectory (and run them forward when that is worth it).
 
@@ -86,7 +86,7 @@ class Append:
     scores: tuple[float, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CloseTrajectory:
     """Learner work: no turn can follow; sweep the trajectory's segments and leave adjoints on the group's prompt.
 
@@ -99,7 +99,7 @@ class CloseTrajectory:
     group_rewards: tuple[float | None, ...] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CloseGroup:
     """Learner work: no trajectory can follow; combine the group's statistics and sweep its shared prompt."""
 
@@ -116,7 +116,7 @@ def group_of(work: Work) -> str:
     return work.trajectory.group if isinstance(work, CloseTrajectory) else work.group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WorkDone:
     """A learner rank's acknowledgement of one work item.
 
