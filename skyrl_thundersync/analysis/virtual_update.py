@@ -146,7 +146,7 @@ class DirectUpdate:
         self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
         cap = policy.statistics_cap
         self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
-        self._placement = Placement(machine.ranks, growing=policy.schedule == "thundersync")
+        self.placement = Placement(machine.ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(machine.ranks, policy.cap)
         self._turns: dict[TrajectoryId, list[Source | None]] = {t: [] for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
@@ -215,7 +215,7 @@ class DirectUpdate:
             self._enqueue(released)
 
     def _enqueue(self, work: Work) -> None:
-        rank = self._placement.rank(work)
+        rank = self.placement.rank(work)
         if self._reward_gate is None:
             self._enter(rank, work)
             return
@@ -230,7 +230,7 @@ class DirectUpdate:
     def _done(self, rank: int, works: list[Work]) -> None:
         for work in works:
             self.ledger.acknowledged(work)
-            self._placement.acknowledged(work)
+            self.placement.acknowledged(work)
             self._queue.acknowledged(rank, work)
             if self._reward_gate is not None:
                 for item in self._reward_gate.acknowledged(rank, work):
