@@ -239,9 +239,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "generator.inference_engine.engine_init_kwargs",
-        lambda got, cfg: uses_cuda(cfg) or set(got) <= set(_CPU_ENGINE),
-        f"without GPUs a replica takes only {', '.join(_CPU_ENGINE)} of these",
-        "Take the others out",
+        lambda got, cfg: uses_cuda(cfg) or all(name in _CPU_ENGINE and isinstance(got[name], int) for name in got),
+        f"without GPUs a replica takes whole numbers for {' and '.join(_CPU_ENGINE)}, and nothing else here",
+        "Take out what is not of that kind",
     ),
     Rule(
         "generator.inference_engine.model_dtype",

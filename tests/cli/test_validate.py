@@ -5,6 +5,7 @@ from cases import write_model, write_tasks
 
 from skyrl_thundersync import inputs
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.rollout.engine import engine_spec
 from skyrl_thundersync.rules import RULES
 from skyrl_thundersync.validate import option_problems, validate
 
@@ -203,6 +204,15 @@ def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
 def test_fewer_tasks_than_a_batch_are_refused(config, tmp_path):
     config.data.train_data = [str(write_tasks(tmp_path / "few.jsonl", *[{}] * 7))]
     assert "7 tasks and trainer.train_batch_size=8" in inputs.input_problems(config)[0]
+
+
+def test_a_replica_without_gpus_takes_its_cache_by_vllms_name(config):
+    assert engine_spec(config, 512, 0, "cpu").kv_cache_gib == 1.0
+    config.generator.inference_engine.engine_init_kwargs = {"kv_cache_memory_bytes": 2**29}
+    assert option_problems(config) == []
+    assert engine_spec(config, 512, 0, "cpu").kv_cache_gib == 0.5
+    config.generator.inference_engine.engine_init_kwargs = {"kv_cache_memory_bytes": "half"}
+    assert "kv_cache_memory_bytes" in option_problems(config)[0]
 
 
 def test_a_context_longer_than_the_engine_is_refused(config):
