@@ -74,18 +74,26 @@ def train(cfg) -> int:
     try:
         _train(cfg, run_dir, display)
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
-        cause = first_cause(error)
-        traceback.print_exception(error)
+        cause, whole = first_cause(error), _logged(error, driver_log)
         if isinstance(cause, Preempted):
-            display.error(f"Stopped by SIGTERM. {cause}. Log: {driver_log}")
+            display.error(f"Stopped by SIGTERM. {cause}. {whole}")
             return PREEMPTED
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
-            display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
+            display.error(f"Stopped. Parameters and files are as the last finished update left them. {whole}")
             return INTERRUPTED
         display.error(_in_words(cause, run_dir / "logs", (str(run_dir), cfg.trainer.ckpt_path, "/dev/shm", "/tmp")))
-        display.error(f"The run ended; nothing of the unfinished update was applied. Whole traceback: {driver_log}")
+        display.error(f"The run ended; nothing of the unfinished update was applied. {whole}")
         return 1
     return 0
+
+
+def _logged(error: BaseException, driver_log: Path) -> str:
+    """Write the traceback to the log; where to find it. A disk that is full takes none: the screen still gets the cause."""
+    try:
+        traceback.print_exception(error)
+    except OSError as full:
+        return f"Its traceback could not be written to {driver_log}: {full.strerror}"
+    return f"Whole traceback: {driver_log}"
 
 
 def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> str:
