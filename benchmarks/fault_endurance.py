@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -75,7 +76,7 @@ class Use:
 
 
 def soak(chain: Chain, updates: int) -> list[Use]:
-    """Train `updates` updates (at least 8) and note, after each, what every process and the disk hold."""
+    """Train `updates` updates (at least 8) and note, after each, what every process and the disk hold; also in soak.json."""
     first = chain.step
     run = chain.start("soak", first + updates, SMALL_CACHE)
     driver, uses, seen = run.run_dir / "logs" / "driver.status", {}, first + 1
@@ -91,6 +92,7 @@ def soak(chain: Chain, updates: int) -> list[Use]:
     assert run.process.returncode == 0, run.output()
     assert run.left() == set(), run.left()
     chain.collect(run)
+    (chain.folder / "soak.json").write_text(json.dumps({use.name: use.values for use in uses.values()}))
     return list(uses.values())
 
 
