@@ -116,7 +116,8 @@ class Chain:
                 status, problem = self._ended(cell, run, began)
             except AssertionError as error:
                 self.collect(run)  # it may have gone on and left checkpoints that the next cell resumes from
-                return Result(cell.fault, cell.phase, f"NOT STRUCK: {error}", run.process.poll(), 0, None, (), "")
+                why = str(error).splitlines()[0]  # the screen follows
+                return Result(cell.fault, cell.phase, f"NOT STRUCK: {why}", run.process.poll(), 0, None, (), "")
             seconds = time.monotonic() - began
             left = run.left(LEFT_S) | (_sockets() - sockets) | (_control_groups() - groups)
             self.collect(run)
@@ -128,6 +129,8 @@ class Chain:
             problem = "other parameters"
         if problem is None and cell.says and not re.search(cell.says, run.output()):
             problem = f"the screen does not name it ({cell.says})"
+        if left & swept:
+            left = (left - swept) | {f"{len(left & swept)} empty control groups"}
         clean = "continued, bit-identical" if status == 0 else "stopped clean"
         return Result(
             cell.fault,
