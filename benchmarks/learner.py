@@ -2,11 +2,12 @@
 
     python -m benchmarks.learner [--quick] [--long] [--json]
 
-A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a
-process of its own, so that its peak memory is its own; policies are interleaved, and medians are reported. Time is the
-process's CPU time, which other processes disturb least. "before close" is what runs while the trajectory is still being
-sampled, "tail" what runs after its last turn. Eager (the paper's text) works on the same blocks as fused. --long adds peak
-memory at 8k and 16k tokens, fused against checkpointed, and what fused needs per further token beside K, V and adjoints.
+A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a process
+of its own, so that its peak memory is its own; policies are interleaved. A ratio is taken within a round, since a machine may
+be slower for a while; medians over rounds are reported, and the range of totals. Time is the process's CPU time, which other
+processes disturb least. "before close" is what runs while the trajectory is still being sampled, "tail" what runs after its
+last turn. Eager (the paper's text) works on the same blocks as fused. --long adds peak memory at 8k and 16k tokens, fused
+against checkpointed, and what fused needs per further token beside K, V and adjoints.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -239,6 +241,9 @@ def show_long(console: Console) -> dict[str, list[int]]:
 def main(
     quick: Annotated[bool, typer.Option(help="12 turns, one repeat: about a minute, and no targets.")] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of all policies.")] = 3,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only this policy beside the plain pass; repeatable.")
+    ] = None,
     long: Annotated[
         bool, typer.Option("--long", help="Peak memory at 8k and 16k tokens too: some ten minutes.")
     ] = False,
@@ -246,7 +251,9 @@ def main(
 ) -> None:
     """Print the cost table; exit 1 when a figure misses what it is to reach."""
     turns, rounds = (12, 1) if quick else (48, rounds)
-    names = (*BASELINES, *POLICIES)
+    if unknown := set(policy or ()) - {*BASELINES, *POLICIES}:
+        raise typer.BadParameter(f"unknown policy {', '.join(unknown)}; known are {', '.join((*BASELINES, *POLICIES))}")
+    names = tuple(dict.fromkeys(("monolithic", *(policy or (*BASELINES, *POLICIES)))))
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="learner-") as folder, isolated(folder, names, turns) as pipes:
@@ -257,24 +264,31 @@ def main(
                 runs[name] += [times] * counted
         torch.set_num_threads(1)
         shared = shared_prompt(folder, 512 if quick else 3072)
-    unit = statistics.median(sum(run) for run in runs["monolithic"])
-    memory = peaks["monolithic"]
-    rows = [
-        {
-            "policy": name,
-            "total": statistics.median(sum(run) for run in runs[name]) / unit,
-            "before_close": statistics.median(run[0] for run in runs[name]) / unit,
-            "tail": statistics.median(run[1] for run in runs[name]) / unit,
-            "peak_memory": peaks[name] / memory,
-        }
-        for name in names
-    ]
+    units, memory = [sum(run) for run in runs["monolithic"]], peaks["monolithic"]
+    unit, rows = statistics.median(units), []
+    for name in names:
+        total, early, tail = (
+            [part(run) / one for run, one in zip(runs[name], units, strict=True)]
+            for part in (sum, itemgetter(0), itemgetter(1))
+        )
+        rows.append(
+            {
+                "policy": name,
+                "total": statistics.median(total),
+                "least": min(total),
+                "most": max(total),
+                "before_close": statistics.median(early),
+                "tail": statistics.median(tail),
+                "peak_memory": peaks[name] / memory,
+            }
+        )
     console = Console(stderr=as_json)
-    view = Table("policy", "total", "before close", "tail", "peak memory", "to reach (total, tail)", box=None)
+    view = Table("policy", "total", "range", "before close", "tail", "peak memory", "to reach (total, tail)", box=None)
     for row in rows:
         wanted = TARGETS.get(row["policy"]) if not quick else None
-        numbers = (f"{row[key]:.2f}" for key in ("total", "before_close", "tail", "peak_memory"))
-        view.add_row(row["policy"], *numbers, f"{wanted[0]:.2f}, {wanted[1]:.2f}" if wanted else "")
+        rest = (f"{row[key]:.2f}" for key in ("before_close", "tail", "peak_memory"))
+        total = (f"{row['total']:.2f}", f"{row['least']:.2f}-{row['most']:.2f}")
+        view.add_row(row["policy"], *total, *rest, f"{wanted[0]:.2f}, {wanted[1]:.2f}" if wanted else "")
     console.print(view)
     console.print(f"unit: {unit:.2f} s CPU and {memory / 2**30:.2f} GiB, {turns} turns of 160 tokens, {rounds} rounds")
     console.print(f"8 samples on one prompt: {shared:.2f} of 8 separate; to reach {SHARED}")
