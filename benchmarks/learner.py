@@ -2,12 +2,12 @@
 
     python -m benchmarks.learner [--quick] [--long] [--json]
 
-A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a process
-of its own, so that its peak memory is its own; policies are interleaved. A ratio is taken within a round, since a machine may
-be slower for a while; medians over rounds are reported, and the range of totals. Time is the process's CPU time, which other
-processes disturb least. "before close" is what runs while the trajectory is still being sampled, "tail" what runs after its
-last turn. Eager (the paper's text) works on the same blocks as fused. --long adds peak memory at 8k and 16k tokens, fused
-against checkpointed, and what fused needs per further token beside K, V and adjoints.
+A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a
+process of its own, so that its peak memory is its own; policies are interleaved. A ratio is taken within a round, since a
+machine may be slower for a while; medians over rounds are reported, and the range of totals. Time is the process's CPU time,
+which other processes disturb least. "before close" is what runs while the trajectory is still being sampled, "tail" what runs
+after its last turn. Eager (the paper's text) works on the same blocks as fused. --long adds peak memory at 8k and 16k tokens,
+fused against checkpointed, and what fused needs per further token beside K, V and adjoints.
 """
 
 from __future__ import annotations
