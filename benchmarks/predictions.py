@@ -5,7 +5,8 @@
 Each configuration runs for real under sync and then under thundersync: `trainer.Update` on the wall clock with one
 `LearnerRank` (a Qwen3 shape of 0.9 M parameters, FP32, one thread, its optimizer step included), while rollouts drawn
 from a `Workload` happen on timers. The simulator foretells both step times from the same draw, with speeds fitted to a few
-other updates beforehand; the release law foretells the speed-up from ρ and κ alone.
+other updates beforehand; the release law foretells the speed-up from the simulation's ρ, κ and δ alone (learner and suffix
+time over rollout time; share of the work that waits for a close).
 
     step: simulated against measured thundersync step time;  d: simulated against measured speed-up;  e: release law against
     simulated speed-up. Percent.
@@ -54,8 +55,6 @@ BLOCK = 320
 FEW, MANY = 16, 256
 """Trajectories of a measured batch, and of the simulated one for e."""
 RETAIN_GIB = 8.0
-DELTA = 2 / 3
-"""Share of OPD's service at close (DESIGN.md §3) where graphs are kept: the backward of a turn is twice its forward."""
 GRID = {"kept": (True, False), "skew": (0.5, 1.0, 2.0), "turns": (4, 10), "rho": (0.5, 0.8, 1.1, 1.5)}
 
 
@@ -187,7 +186,7 @@ def foretell(configuration: Configuration, machine: dict[str, Machine], trajecto
     sync, ours = figures["sync"], figures["thundersync"]
 
     def release(u):
-        return theory.opd_release(u, 1.0, configuration.turns, DELTA, configuration.skew)
+        return theory.opd_release(u, 1.0, configuration.turns, ours.deferred_share, configuration.skew)
 
     return Foretold(workload, figures, float(theory.speedup(sync.rho, sync.kappa, theory.tail(release, ours.rho))))
 

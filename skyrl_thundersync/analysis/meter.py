@@ -9,7 +9,7 @@ import numpy as np
 
 from skyrl_thundersync.analysis.machines import Learner, Machine
 from skyrl_thundersync.analysis.virtual_time import Timers
-from skyrl_thundersync.stream.sources import Work
+from skyrl_thundersync.stream.sources import Append, Work
 
 SCHEDULES = ("sync", "group", "thundersync")
 
@@ -38,6 +38,7 @@ class Figures:
     Attributes:
         busy_share: share of T_k that the ranks worked.
         early_share: share of their work done before the last rollout ended.
+        deferred_share: share of their work that waited for a trajectory's or a group's close, δ of theory.py.
         queue_wait_*: from a work item's release to its start.
         state_tokens_peak: tokens whose cut states a rank held, at most; groups_peak: groups that held state on a rank;
             statistics_peak: groups that held GRPO's statistics on a rank (0 for OPD).
@@ -49,6 +50,7 @@ class Figures:
     step_s: float
     busy_share: float
     early_share: float
+    deferred_share: float
     rho: float
     kappa: float
     tail: float
@@ -81,6 +83,7 @@ class Meter:
         self._timers = timers
         self.learners = [Learner(machine, policy.statistics_cap is not None) for _ in range(machine.ranks)]
         self._released_at: dict[int, float] = {}
+        self._deferred_s = 0.0
         self.rank, self.released, self.started, self.service = array("l"), array("d"), array("d"), array("d")
 
     def released_to(self, rank: int, work: Work) -> None:
@@ -94,6 +97,8 @@ class Meter:
             self.released.append(self._released_at.pop(id(work)))
             self.started.append(at)
             self.service.append(service)
+            if not isinstance(work, Append):
+                self._deferred_s += service
             at += service
         return seconds
 
@@ -110,6 +115,7 @@ class Meter:
             step_s=step,
             busy_share=busy / (step * ranks),
             early_share=float(early) / busy,
+            deferred_share=self._deferred_s / busy,
             rho=busy / ranks / rollout_s,
             kappa=suffix_s / rollout_s,
             tail=tail_s / rollout_s,

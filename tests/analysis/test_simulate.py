@@ -181,6 +181,25 @@ def test_whole_trajectories_and_whole_groups_have_the_grpo_release_laws_tail(rho
         assert run.figures.tail == pytest.approx(theory.tail(law, rho), abs=0.04)
 
 
+@pytest.mark.parametrize(
+    ("machine", "deferred"),
+    [
+        (Machine(block_tokens=0), 3 / 4),
+        (Machine(block_tokens=0, retain_tokens=10**9), 2 / 3),
+        (Machine(block_tokens=10**9), 1.0),
+    ],
+    ids=["fused", "retain", "whole"],
+)
+def test_the_share_of_work_that_waits_for_a_close_is_the_laws(machine, deferred):
+    """Units of DESIGN.md §3: one forward on arrival; at the close forward and backward, the backward alone, or all."""
+    machine = replace(
+        machine, ranks=1, item_s=0.0, learner_rate=1e5
+    )  # never behind: no turn meets its close in the queue
+    workload = Workload(groups=20, samples=1, prompt_tokens=1, observation_tokens=0)
+    run = direct(workload.rollouts(machine, 0), machine, Policy())
+    assert run.figures.deferred_share == pytest.approx(deferred, abs=1e-3)
+
+
 def test_sync_pays_rollout_and_learner_one_after_the_other():
     run = at_rho(LawRollouts(500, 1, 3, 1.0, 1.0, seed=2), Machine(), Policy("sync"), 0.8)
     assert run.figures.tail == pytest.approx(0.8, rel=1e-6) and run.figures.early_share == 0.0
