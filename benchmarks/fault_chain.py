@@ -13,8 +13,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,16 +81,17 @@ class Chain:
 
     def grow(self, updates: int) -> None:
         """Go on undisturbed for some updates."""
-        run = self.start("undisturbed", self.step + updates)
-        if run.wait(START_S + updates * UPDATE_S):
-            raise RuntimeError(f"the undisturbed run failed:\n{run.output()}")
-        self.collect(run)
+        with self.running("undisturbed", self.step + updates) as run:
+            if run.wait(START_S + updates * UPDATE_S):
+                raise RuntimeError(f"the undisturbed run failed:\n{run.output()}")
+            self.collect(run)
 
-    def start(self, name: str, last: int, *options: str, within: tuple[str, ...] = ()) -> job.Job:
-        """Start the run, or resume it, up to update `last`."""
+    @contextmanager
+    def running(self, name: str, last: int, *options: str, within: tuple[str, ...] = ()) -> Iterator[job.Job]:
+        """The run, started or resumed, up to update `last`. Nothing of it outlives the block, whatever the product left."""
         folder = self.folder / name
         shutil.rmtree(folder / "run", ignore_errors=True)
-        return job.start(
+        run = job.start(
             folder,
             *OPTIONS,
             f"trainer.ckpt_path={self.checkpoints}",
@@ -100,6 +101,15 @@ class Chain:
             *options,
             within=within,
         )
+        try:
+            yield run
+        finally:
+            with suppress(ProcessLookupError):
+                run.process.kill()
+            run.process.wait()
+            for pid in job.descendants(run.mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def run(self, cell: Cell) -> Result:
         """Run one cell. Raises only for faults of the harness itself."""
@@ -109,8 +119,7 @@ class Chain:
             options, disk = self._prepared(cell, with_)
             within = cell.within + (with_.enter_context(control_group(cell.special)) if cell.special in GROUPS else ())
             last = before + (4 if 0 in cell.ends else 30)  # a phase of milliseconds is not met in every update
-            run = self.start(cell.name, last, *cell.options, *options, within=within)
-            with_.callback(_end, run)
+            run = with_.enter_context(self.running(cell.name, last, *cell.options, *options, within=within))
             try:
                 began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
                 status, problem = self._ended(cell, run, began)
@@ -219,16 +228,6 @@ class Chain:
         if "Traceback" in run.output():
             return status, "a traceback on the screen"
         return status, None
-
-
-def _end(run: job.Job) -> None:
-    """Nothing of a cell outlives it, whatever the product left."""
-    with suppress(ProcessLookupError):
-        run.process.kill()
-    run.process.wait()
-    for pid in job.descendants(run.mark):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _unprobed_token() -> int:

@@ -37,22 +37,22 @@ def kills(chain: Chain, count: int, seed: int) -> list[Kill]:
     """Kill -9 the run at `count` random moments and resume it each time; then let it go on, undisturbed, for an update."""
     draw, found = random.Random(seed), []
     for index in range(count):
-        run = chain.start(f"kill-{index}", chain.step + 1000)
-        began = time.monotonic()
-        driver = run.run_dir / "logs" / "driver.status"
-        if draw.random() < 0.25:
-            time.sleep(draw.uniform(1, 30))
-        else:
-            while "rollouts" not in at(driver)[1]:
-                assert run.process.poll() is None and time.monotonic() < began + START_S, run.output()
-                time.sleep(0.05)
-            time.sleep(draw.uniform(0, MOMENT_S))
-        what = at(driver)[1]
-        os.kill(run.process.pid, signal.SIGKILL)
-        seconds = time.monotonic() - began
-        run.wait(10)
-        left = run.left(LEFT_S)
-        chain.collect(run)
+        with chain.running(f"kill-{index}", chain.step + 1000) as run:
+            began = time.monotonic()
+            driver = run.run_dir / "logs" / "driver.status"
+            if draw.random() < 0.25:
+                time.sleep(draw.uniform(1, 30))
+            else:
+                while "rollouts" not in at(driver)[1]:
+                    assert run.process.poll() is None and time.monotonic() < began + START_S, run.output()
+                    time.sleep(0.05)
+                time.sleep(draw.uniform(0, MOMENT_S))
+            what = at(driver)[1]
+            os.kill(run.process.pid, signal.SIGKILL)
+            seconds = time.monotonic() - began
+            run.wait(10)
+            left = run.left(LEFT_S)
+            chain.collect(run)
         found.append(Kill(round(seconds, 1), what, chain.step, chain.gap(), tuple(sorted(left))))
         print(found[-1], flush=True)
     chain.grow(1)
@@ -78,20 +78,20 @@ class Use:
 def soak(chain: Chain, updates: int) -> list[Use]:
     """Train `updates` updates (at least 8) and note, after each, what every process and the disk hold; also in soak.json."""
     first = chain.step
-    run = chain.start("soak", first + updates, SMALL_CACHE)
-    driver, uses, seen = run.run_dir / "logs" / "driver.status", {}, first + 1
+    driver, uses, seen = chain.folder / "soak" / "run" / "logs" / "driver.status", {}, first + 1
     end = time.monotonic() + START_S + updates * UPDATE_S
-    while run.process.poll() is None:
-        assert time.monotonic() < end, f"not done after {START_S + updates * UPDATE_S:.0f} s"
-        number = re.match(r"update (\d+)", at(driver)[1])
-        if number and int(number[1]) > seen:
-            seen = int(number[1])
-            for name, value in _held(run).items():
-                uses.setdefault(name, Use(name, [])).values.append(value)
-        time.sleep(0.05)
-    assert run.process.returncode == 0, run.output()
-    assert run.left() == set(), run.left()
-    chain.collect(run)
+    with chain.running("soak", first + updates, SMALL_CACHE) as run:
+        while run.process.poll() is None:
+            assert time.monotonic() < end, f"not done after {START_S + updates * UPDATE_S:.0f} s"
+            number = re.match(r"update (\d+)", at(driver)[1])
+            if number and int(number[1]) > seen:
+                seen = int(number[1])
+                for name, value in _held(run).items():
+                    uses.setdefault(name, Use(name, [])).values.append(value)
+            time.sleep(0.05)
+        assert run.process.returncode == 0, run.output()
+        assert run.left() == set(), run.left()
+        chain.collect(run)
     (chain.folder / "soak.json").write_text(json.dumps({use.name: use.values for use in uses.values()}))
     return list(uses.values())
 
