@@ -47,6 +47,8 @@ SHELL = ("bash", "--norc", "--noprofile")
 START_TIMEOUT_S = 60.0
 SETUP_OUTPUT_BYTES = 4096
 CHECK_OUTPUT_BYTES = 1 << 16
+FRAME_END = re.compile(rb"(\d+)\x1e")
+"""What follows a frame's mark. The mark differs from command to command: no pattern, which Python would keep each of."""
 
 
 class Channel(Protocol):
@@ -104,7 +106,7 @@ class PersistentShell:
         # bash 5.2 gives up at the next quotation mark after an eval that ended inside an open one; a line without resets it.
         line = f':\n{command}{redirections} && {report} 0 >&9 || {report} "$?" >&9\n'
         buffer = HeadTailBuffer(limit_bytes)
-        frame = re.compile(rb"\x1e" + nonce.encode() + rb" (\d+)\x1e")
+        mark = f"\x1e{nonce} ".encode()
         frame_bytes = len(nonce) + 8
         held = self._pending
         self._pending = b""
@@ -122,10 +124,10 @@ class PersistentShell:
                     exit_code = self._channel.exit_code()
                     break
                 held += data
-                if alive and (match := frame.search(held)):
-                    buffer.add(held[: match.start()])
-                    held, self._pending = b"", held[match.end() :]
-                    exit_code = int(match[1])
+                if alive and (at := held.find(mark)) >= 0 and (code := FRAME_END.match(held, at + len(mark))):
+                    buffer.add(held[:at])
+                    held, self._pending = b"", held[code.end() :]
+                    exit_code = int(code[1])
                     break
                 # All but what may be the start of a frame is output.
                 buffer.add(held[:-frame_bytes])
