@@ -73,7 +73,7 @@ def all_cases(folder: str, rank: int, world: int, port: int) -> dict:
             steps.append((gradient, result, parameters(learner)))
         for work in works_of(0):  # a batch with nothing scored anywhere
             if isinstance(work, Append):
-                source = work.source.__class__(**{**vars(work.source), "mask": (0,) * len(work.source.mask)})
+                source = dataclasses.replace(work.source, mask=(0,) * len(work.source.mask))
                 work = Append(source, work.scores)
             if rank == 0:
                 learner.run(work)
