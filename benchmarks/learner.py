@@ -1,6 +1,6 @@
 """What the learner costs: one trajectory under each release policy, as ratios to one plain forward and backward.
 
-    python -m benchmarks.learner [--quick] [--long] [--json]
+    python -m benchmarks.learner [--quick] [--rounds N] [--policy NAME]… [--long] [--json]
 
 A Qwen3 shape of 15.7 M parameters, FP32, one thread; 48 turns of 160 tokens, 40 of them scored. Every policy runs in a
 process of its own, so that its peak memory is its own; policies are interleaved. A ratio is taken within a round, since a
@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -238,6 +237,20 @@ def show_long(console: Console) -> dict[str, list[int]]:
     return peaks
 
 
+def ratios(policy: str, runs: list[tuple[float, float]], units: list[float]) -> dict:
+    """A policy's rounds, each in units of the plain pass of the same round."""
+    early, tail = ([run[part] / unit for run, unit in zip(runs, units, strict=True)] for part in (0, 1))
+    total = [a + b for a, b in zip(early, tail, strict=True)]
+    return {
+        "policy": policy,
+        "total": statistics.median(total),
+        "least": min(total),
+        "most": max(total),
+        "before_close": statistics.median(early),
+        "tail": statistics.median(tail),
+    }
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="12 turns, one repeat: about a minute, and no targets.")] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of all policies.")] = 3,
@@ -265,23 +278,9 @@ def main(
         torch.set_num_threads(1)
         shared = shared_prompt(folder, 512 if quick else 3072)
     units, memory = [sum(run) for run in runs["monolithic"]], peaks["monolithic"]
-    unit, rows = statistics.median(units), []
-    for name in names:
-        total, early, tail = (
-            [part(run) / one for run, one in zip(runs[name], units, strict=True)]
-            for part in (sum, itemgetter(0), itemgetter(1))
-        )
-        rows.append(
-            {
-                "policy": name,
-                "total": statistics.median(total),
-                "least": min(total),
-                "most": max(total),
-                "before_close": statistics.median(early),
-                "tail": statistics.median(tail),
-                "peak_memory": peaks[name] / memory,
-            }
-        )
+    unit, rows = statistics.median(units), [ratios(name, runs[name], units) for name in names]
+    for row in rows:
+        row["peak_memory"] = peaks[row["policy"]] / memory
     console = Console(stderr=as_json)
     view = Table("policy", "total", "range", "before close", "tail", "peak memory", "to reach (total, tail)", box=None)
     for row in rows:

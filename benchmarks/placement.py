@@ -20,8 +20,7 @@ from rich.table import Table
 
 from skyrl_thundersync.analysis.machines import Machine
 from skyrl_thundersync.analysis.meter import Policy
-from skyrl_thundersync.analysis.virtual_time import Events
-from skyrl_thundersync.analysis.virtual_update import DirectUpdate, direct
+from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import Workload
 from skyrl_thundersync.stream.placement import Placement
 
@@ -43,12 +42,8 @@ class Row:
 
 def step_s(workload: Workload, machine: Machine, seed: int, growing: bool) -> float:
     """T_k of one update under thundersync, placed with open groups first (`growing`) or tokens first."""
-    events, rollouts = Events(), workload.rollouts(machine, seed)
-    update = DirectUpdate(events, rollouts, machine, Policy("thundersync"))
-    update.placement = Placement(machine.ranks, growing)
-    rollouts.begin(events, update, update.on_rollouts_ended)
-    events.run(update.settle, update.woken)
-    return update.close().figures.step_s
+    placement = Placement(machine.ranks, growing)
+    return direct(workload.rollouts(machine, seed), machine, Policy("thundersync"), placement).figures.step_s
 
 
 def compare(groups: int, turns: int, skew: float, ranks: int, seed: int) -> Row:

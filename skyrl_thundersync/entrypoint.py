@@ -76,10 +76,10 @@ def train(cfg) -> int:
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
         cause, whole = first_cause(error), _logged(error, driver_log)
         if isinstance(cause, Preempted):
-            display.error(f"Stopped by SIGTERM. {cause}. {whole}")
+            display.error(f"Stopped by SIGTERM. {cause}. Log: {driver_log}")
             return PREEMPTED
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
-            display.error(f"Stopped. Parameters and files are as the last finished update left them. {whole}")
+            display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
             return INTERRUPTED
         display.error(_in_words(cause, run_dir / "logs", (str(run_dir), cfg.trainer.ckpt_path, "/dev/shm", "/tmp")))
         display.error(f"The run ended; nothing of the unfinished update was applied. {whole}")

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_thundersync.rollout.engine_thread import EngineSpec
+
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
@@ -122,8 +124,9 @@ def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
 
 
 def kv_cache_gib(cfg: TrainConfig) -> float:
-    """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or 1 GiB."""
-    return cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes", 2**30) / 2**30
+    """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or the default."""
+    given = cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes")
+    return EngineSpec.kv_cache_gib if given is None else given / 2**30
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -239,7 +239,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "generator.inference_engine.engine_init_kwargs",
-        lambda got, cfg: uses_cuda(cfg) or all(name in _CPU_ENGINE and isinstance(got[name], int) for name in got),
+        lambda got, cfg: all(name in _CPU_ENGINE and isinstance(got[name], int) for name in got) or uses_cuda(cfg),
         f"without GPUs a replica takes whole numbers for {' and '.join(_CPU_ENGINE)}, and nothing else here",
         "Take out what is not of that kind",
     ),

@@ -48,10 +48,15 @@ class Teachers:
         replica.score(len(source.context_ids) + len(source.action_ids), done, *args)
 
 
-def direct(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> Run:
-    """Simulate one update with stream/'s own classes, without asyncio: some ten microseconds a work item."""
+def direct(
+    rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy, placement: Placement | None = None
+) -> Run:
+    """Simulate one update with stream/'s own classes, without asyncio: some ten microseconds a work item.
+
+    placement: a fresh one to use in place of the schedule's own.
+    """
     events = Events()
-    update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy)
+    update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy, placement)
     rollouts.begin(events, update, update.on_rollouts_ended)
     with _uncollected():
         events.run(update.settle, update.woken)
@@ -138,7 +143,9 @@ class DirectUpdate:
     passes the gate to its rank's queue, and an idle rank takes what is ready at the end of a moment.
     """
 
-    def __init__(self, events: Events, rollouts, machine: Machine, policy: Policy) -> None:
+    def __init__(
+        self, events: Events, rollouts, machine: Machine, policy: Policy, placement: Placement | None = None
+    ) -> None:
         self.ledger = Ledger(rollouts.version, rollouts.groups)
         self._events, self._suffix_s = events, machine.suffix_s
         self._meter = Meter(events, machine, policy)
@@ -146,7 +153,7 @@ class DirectUpdate:
         self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
         cap = policy.statistics_cap
         self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
-        self.placement = Placement(machine.ranks, growing=policy.schedule == "thundersync")
+        self._placement = placement or Placement(machine.ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(machine.ranks, policy.cap)
         self._turns: dict[TrajectoryId, list[Source | None]] = {t: [] for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}
@@ -215,7 +222,7 @@ class DirectUpdate:
             self._enqueue(released)
 
     def _enqueue(self, work: Work) -> None:
-        rank = self.placement.rank(work)
+        rank = self._placement.rank(work)
         if self._reward_gate is None:
             self._enter(rank, work)
             return
@@ -230,7 +237,7 @@ class DirectUpdate:
     def _done(self, rank: int, works: list[Work]) -> None:
         for work in works:
             self.ledger.acknowledged(work)
-            self.placement.acknowledged(work)
+            self._placement.acknowledged(work)
             self._queue.acknowledged(rank, work)
             if self._reward_gate is not None:
                 for item in self._reward_gate.acknowledged(rank, work):

@@ -192,9 +192,8 @@ def test_whole_trajectories_and_whole_groups_have_the_grpo_release_laws_tail(rho
 )
 def test_the_share_of_work_that_waits_for_a_close_is_the_laws(machine, deferred):
     """Units of DESIGN.md §3: one forward on arrival; at the close forward and backward, the backward alone, or all."""
-    machine = replace(
-        machine, ranks=1, item_s=0.0, learner_rate=1e5
-    )  # never behind: no turn meets its close in the queue
+    # Never behind: no turn meets its close in the queue.
+    machine = replace(machine, ranks=1, item_s=0.0, learner_rate=1e5)
     workload = Workload(groups=20, samples=1, prompt_tokens=1, observation_tokens=0)
     run = direct(workload.rollouts(machine, 0), machine, Policy())
     assert run.figures.deferred_share == pytest.approx(deferred, abs=1e-3)
