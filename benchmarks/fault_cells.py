@@ -78,9 +78,12 @@ def _whole(fault: str, number: int, status: int, phase: str, says: str) -> Cell:
     )
 
 
+REFUSED = "the next update may write"
+REFUSED_MEMORY = "of host memory are left"
 EVALUATE = ("trainer.eval_before_train=true", "trainer.eval_interval=100")
 RESTARTS = ("thundersync.learner.max_restarts=1",)
 LITTLE_STATE = ("thundersync.learner.state_gib=0.0005",)
+LITTLE_WORK = ("thundersync.learner.restart_gib=0.0000001",)
 TWO_TEACHERS = ("thundersync.teacher.replicas=2",)
 TWO_ENGINES = ("generator.inference_engine.num_engines=2",)
 
@@ -104,6 +107,14 @@ def _killed() -> list[Cell]:
         replace(again, phase="sweep"),
         replace(again, phase="teacher", watch=TEACHER),
         replace(again, fault=f"{again.fault}, little state", phase="sweep", options=RESTARTS + LITTLE_STATE),
+        replace(
+            again,
+            fault=f"{learner.fault}, work not kept",
+            phase="sweep",
+            options=RESTARTS + LITTLE_WORK,
+            ends=(1,),
+            says="restart_gib(.|\n)*learner-1",
+        ),
         replace(learner, phase="start-up"),
         replace(learner, phase="forward"),
         replace(learner, phase="sweep"),
@@ -156,6 +167,13 @@ def _full() -> list[Cell]:
         replace(full, fault="checkpoints' disk full", phase="checkpoint", watch=LEARNER, special="checkpoint disk"),
         replace(full, fault="run folder's disk full", phase="rollout", watch=ROLLOUT, special="run disk"),
         replace(full, fault="run folder's disk full", phase="publish", watch=ROLLOUT, special="run disk"),
+        # Between two updates: foreseen.
+        replace(
+            full, fault="run folder's disk full", phase="checkpoint", watch=LEARNER, special="run disk", says=REFUSED
+        ),
+        replace(
+            full, fault="memory full", phase="checkpoint", watch=LEARNER, special="some memory", says=REFUSED_MEMORY
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from benchmarks.fault_events import (
     GROUPS,
     control_group,
     fill,
+    memory_taken,
     poisoned_model,
     poisoned_tasks,
     shut_connections,
@@ -116,12 +117,12 @@ class Chain:
         before, with_ = self.step, ExitStack()
         sockets, groups = _sockets(), _control_groups()
         with with_:
-            options, disk = self._prepared(cell, with_)
             within = cell.within + (with_.enter_context(control_group(cell.special)) if cell.special in GROUPS else ())
+            options, exhaust = self._prepared(cell, with_, within)
             last = before + (4 if 0 in cell.ends else 30)  # a phase of milliseconds is not met in every update
             run = with_.enter_context(self.running(cell.name, last, *cell.options, *options, within=within))
             try:
-                began = self._strike(cell, run, before + 2, disk) if cell.event is not None else time.monotonic()
+                began = self._strike(cell, run, before + 2, exhaust) if cell.event is not None else time.monotonic()
                 status, problem = self._ended(cell, run, began)
             except AssertionError as error:
                 self.collect(run)  # it may have gone on and left checkpoints that the next cell resumes from
@@ -166,17 +167,23 @@ class Chain:
             if int(file.name[6:12]) < self.step:
                 shutil.copy2(file, self.record)
 
-    def _prepared(self, cell: Cell, with_: ExitStack) -> tuple[list[str], Path | None]:
-        """Overrides, and the filesystem that is to fill up."""
+    def _prepared(
+        self, cell: Cell, with_: ExitStack, within: tuple[str, ...]
+    ) -> tuple[list[str], Callable[[int], object] | None]:
+        """Overrides, and what exhausts a resource of the process with the id that it is given."""
         folder, files = self.folder / cell.name, self.folder / "quickstart"
         resumed = ["trainer.resume_mode=from_path", f"trainer.resume_path={self.checkpoints}/global_step_{self.step}"]
         alone = ["trainer.resume_mode=none", f"trainer.ckpt_path={folder / 'checkpoints'}"]
         if cell.special == "checkpoint disk":
             disk = with_.enter_context(small_filesystem(folder / "disk", 256))
-            return [*resumed, f"trainer.ckpt_path={disk}"], disk
+            return [*resumed, f"trainer.ckpt_path={disk}"], lambda pid: fill(disk)
         if cell.special == "run disk":
             disk = with_.enter_context(small_filesystem(folder / "run", 256))
-            return [], disk
+            return [], lambda pid: fill(disk)
+        if cell.special == "shm":
+            return [], lambda pid: fill(Path(f"/proc/{pid}/root/dev/shm"))
+        if cell.special == "some memory":
+            return [], lambda pid: with_.enter_context(memory_taken(within))
         if cell.special == "NaN teacher":
             return [f"thundersync.teacher.model={poisoned_model(files / 'teacher', folder / 'teacher')}"], None
         if cell.special == "NaN teacher later":
@@ -195,15 +202,13 @@ class Chain:
             return [f"trainer.ckpt_path={copy}"], None
         return [], None
 
-    def _strike(self, cell: Cell, run: job.Job, update: int, disk: Path | None) -> float:
+    def _strike(self, cell: Cell, run: job.Job, update: int, exhaust: Callable[[int], object] | None) -> float:
         """Wait for the phase in update `update` or a later one, then do it; the moment it was done."""
         logs = run.run_dir / "logs"
         pid = stopped_in(run, cell.phase, cell.watch, update)
         began = time.monotonic()
-        if cell.special == "shm":
-            fill(Path(f"/proc/{pid}/root/dev/shm"))
-        elif cell.event == "full":
-            fill(disk)
+        if cell.event == "full":
+            exhaust(pid)
         elif cell.event == "sockets":
             shut_connections(pid)
         elif cell.victim == DRIVER and cell.event == signal.SIGINT:

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ PIDFD_OPEN, PIDFD_GETFD = 434, 438
 GROUPS = {
     "few processes": ("pids", {"pids.max": 200}, {"pids.max": 200}),
     "little memory": ("memory", {"memory.max": 2**31}, {"memory.limit_in_bytes": 2**31}),
+    "some memory": ("memory", {"memory.max": 2**33}, {"memory.limit_in_bytes": 2**33}),
 }
 """What a control group allows: controller, its files in version 2 and version 1."""
 
@@ -76,6 +78,24 @@ def fill(folder: Path) -> None:
                 while True:
                     os.posix_fallocate(file.fileno(), size, step)
                     size += step
+
+
+@contextmanager
+def memory_taken(within: tuple[str, ...], leave: int = 300 * 2**20) -> Iterator[None]:
+    """A process that holds all but `leave` bytes of what the control group of `within` allows."""
+    script = (
+        "import sys, time\n"
+        "from skyrl_thundersync.machine_limits import available_memory\n"
+        f"held = []\nwhile available_memory() > {leave} + 2**24:\n    held.append(b'x' * 2**24)\n"
+        "print(len(held), flush=True)\ntime.sleep(600)\n"
+    )
+    process = subprocess.Popen([*within, sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def poisoned_model(source: Path, target: Path, row: int | None = None) -> Path:

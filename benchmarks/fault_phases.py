@@ -61,7 +61,8 @@ def stopped_in(run: job.Job, phase: str, watch: str, update: int) -> int:
         driver = at(logs / f"{DRIVER}.status")[1]
         if _due(phase, driver, update) and (pid := caught(logs / f"{watch}.alive", PHASES[phase])):
             return pid
-        time.sleep(0.0005 if driver.partition(" ")[0] in ("update", "checkpoint", "publishing") else 0.05)
+        if ": finish" not in driver:  # where a phase may be over before a sleep is
+            time.sleep(0.0005 if driver.partition(" ")[0] in ("update", "checkpoint", "publishing") else 0.05)
 
 
 def go_on(pid: int) -> None:

@@ -37,6 +37,9 @@ class LearnerConfig(BaseConfig):
     """How often in one update the ranks may start anew when one died, and do the batch's work so far again at the same
     weights. Costs a copy of the optimizer's shards on the run folder's disk (12 bytes a trained parameter) each update.
     0: a rank's death ends the run."""
+    restart_gib: float = 2.0
+    """Budget in GiB on the run folder's disk for the work of a running batch that such a restart does again, some 5 bytes a
+    token. Beyond it a rank's death in that update ends the run."""
 
 
 @dataclass

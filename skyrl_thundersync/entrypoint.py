@@ -20,7 +20,7 @@ from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.checks import Check
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import memory
-from skyrl_thundersync.errors import ConfigError, first_cause, tell
+from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, tell
 from skyrl_thundersync.heartbeat import named
 from skyrl_thundersync.interrupts import KeptInterrupts
 from skyrl_thundersync.machine_limits import cheap_checks
@@ -120,8 +120,8 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
 
     from skyrl_thundersync.heartbeat import Watch, at
     from skyrl_thundersync.hosts.cluster import Cluster
+    from skyrl_thundersync.hosts.experiment import Progress, ThunderSyncExperiment
     from skyrl_thundersync.hosts.resume import NothingLeftError
-    from skyrl_thundersync.hosts.skyrl import Progress, ThunderSyncExperiment
     from skyrl_thundersync.metrics import MetricsFile
     from skyrl_thundersync.rollout import terminal_env
     from skyrl_thundersync.rollout.outcomes import Outcomes
@@ -185,10 +185,12 @@ async def _until_preempted(trainer) -> None:
     loop.add_signal_handler(signal.SIGTERM, preempt)
     try:
         await trainer.train()
+    except MachineFullError as error:
+        raise MachineFullError(f"{error}\n{_saved_or_why(trainer)}") from error
     except (asyncio.CancelledError, Exception) as error:
         if not told:
             raise  # Ctrl-C, or what went wrong
-        raise Preempted(_saved_last(trainer)) from error
+        raise Preempted(f"The running update was dropped. {_saved_last(trainer)}") from error
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if told else _preempt)
@@ -197,10 +199,19 @@ async def _until_preempted(trainer) -> None:
 def _saved_last(trainer) -> str:
     checkpoints = trainer.checkpoints
     if trainer.cfg.trainer.ckpt_interval > 0 and checkpoints.unsaved:
-        return f"The running update was dropped, all before it are in {checkpoints.save()}"
+        return f"All finished updates are in {checkpoints.save()}"
     if checkpoints.saved_step:
-        return f"The running update was dropped; the checkpoint of update {checkpoints.saved_step} is the newest"
-    return "The running update was dropped; no checkpoint was taken (trainer.ckpt_interval)"
+        return f"The checkpoint of update {checkpoints.saved_step} is the newest"
+    return "No checkpoint was taken (trainer.ckpt_interval)"
+
+
+def _saved_or_why(trainer) -> str:
+    from skyrl_thundersync.hosts.checkpoint import CheckpointError
+
+    try:
+        return _saved_last(trainer)
+    except CheckpointError as error:
+        return f"The last finished update could not be saved: {error}"
 
 
 if __name__ == "__main__":

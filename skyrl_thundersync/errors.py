@@ -16,6 +16,10 @@ class DeadActorError(RuntimeError):
     """A process that the run cannot do without is gone."""
 
 
+class MachineFullError(RuntimeError):
+    """There is no room for another update. Raised between updates, where everything before can still be saved."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error inside exception groups: what went wrong, not what was cancelled because of it."""
     while isinstance(error, BaseExceptionGroup):

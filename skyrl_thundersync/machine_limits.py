@@ -18,6 +18,10 @@ LEAST_FILES = 4096
 LEAST_SHM = GIB
 LEAST_PROCESSES = 1024
 """Threads and processes: Ray, vLLM and torch start hundreds."""
+LEAST_MEMORY = GIB // 2
+"""Of the host, at an update's begin: with less the kernel is about to kill a process."""
+RECORDS = 64 * 2**20
+"""Room on disk for what an update writes beside weights: its record, metrics, logs."""
 FULL = 0.95
 """Share of a disk in use at which Ray refuses to work in it."""
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -88,6 +92,28 @@ def ray_address(address: str | None) -> Check:
         why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
         return Check("Ray of its own", (why,))
     return Check("Ray of its own", ())
+
+
+def update_disk(folder: Path, weights: int) -> Check:
+    """Room in the run folder for an update that writes `weights` bytes of them."""
+    free, needed, problems = shutil.disk_usage(folder).free, weights + RECORDS, ()
+    if free < needed:
+        problems = (
+            f"{folder} has {free / 2**20:.0f} MiB free and the next update may write {needed / 2**20:.0f} MiB there. "
+            "Free some space.",
+        )
+    return Check("disk of the run folder", problems)
+
+
+def update_memory(available: int) -> Check:
+    """What is left of the host's memory at an update's begin."""
+    problems = ()
+    if available < LEAST_MEMORY:
+        problems = (
+            f"{available / 2**20:.0f} MiB of host memory are left, an update wants {LEAST_MEMORY / 2**20:.0f} at its begin. "
+            "End what else takes memory, or raise the container's limit.",
+        )
+    return Check("host memory", problems)
 
 
 def available_memory() -> int:

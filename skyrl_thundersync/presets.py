@@ -8,13 +8,13 @@ loads.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.option_paths import placed
 from skyrl_thundersync.option_types import dataclass_in, fields, optional_blocks, type_problem
 from skyrl_thundersync.plugins import nearest
 
@@ -235,7 +235,7 @@ def build_config(args: Sequence[str]) -> TrainConfig:
     if selectors.get("plugin", "thundersync") != "thundersync":
         raise ConfigError(f"+plugin={selectors['plugin']}: this is the entry point of the plugin thundersync")
     merged = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
-    values = _placed(merged)
+    values = placed(merged)
     # One optimizer step per logical batch: SkyRL's mini batch is the whole batch unless somebody says otherwise.
     values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
     values.setdefault("trainer.critic_mini_batch_size", values["trainer.policy_mini_batch_size"])
@@ -243,56 +243,6 @@ def build_config(args: Sequence[str]) -> TrainConfig:
         return TrainConfig.from_cli_overrides(values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
-
-
-_QUICKSTART = "quickstart:"
-_PATH_OPTIONS = (
-    "trainer.policy.model.path",
-    "thundersync.teacher.model",
-    "thundersync.run_dir",
-    "trainer.ckpt_path",
-    "trainer.export_path",
-    "trainer.log_path",
-    "data.train_data",
-    "data.val_data",
-)
-
-
-def _placed(merged: Mapping[str, Override]) -> dict[str, Any]:
-    """Option -> value, `~` and `quickstart:NAME` expanded where an option holds paths.
-
-    Raises:
-        ConfigError: the quickstart has no part of that name. Nothing is written then.
-    """
-    from skyrl_thundersync.quickstart.files import QuickstartFiles, materialise
-
-    parts = [field.name for field in dataclasses.fields(QuickstartFiles)]
-    held = {key: leaf for key, leaf in merged.items() if key in _PATH_OPTIONS and leaf.value is not None}
-    wanted = False
-    for key, leaf in held.items():
-        for value in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
-            if value.startswith(_QUICKSTART):
-                wanted = True
-                if (name := value.removeprefix(_QUICKSTART)) not in parts:
-                    raise ConfigError(
-                        f"{key}={value!r} ({leaf.origin}): the quickstart has no such part. {nearest(name, parts)}"
-                    )
-    files = materialise(quickstart_folder()) if wanted else None
-
-    def place(value: str) -> str:
-        if value.startswith(_QUICKSTART):
-            return str(getattr(files, value.removeprefix(_QUICKSTART)))
-        return str(Path(value).expanduser()) if value.startswith("~") else value
-
-    values = {key: leaf.value for key, leaf in merged.items()}
-    for key, leaf in held.items():
-        values[key] = [place(item) for item in leaf.value] if isinstance(leaf.value, list) else place(leaf.value)
-    return values
-
-
-def quickstart_folder() -> Path:
-    """Where the quickstart's models and tasks are written: under $XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_thundersync" / "quickstart"
 
 
 def _unknown(key: str, name: str, prefix: str, siblings: list[str], config_class: type, origin: str) -> str:

@@ -268,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.learner.state_gib", 0, "GiB"),
     _at_least("thundersync.learner.threads", 1, "thread"),
     _at_least("thundersync.learner.max_restarts", 0, "restarts"),
+    _at_least("thundersync.learner.restart_gib", 0, "GiB"),
     _at_least("thundersync.grpo.epsilon", 0, "(it is added to a deviation)"),
     _at_least("thundersync.grpo.admission_cap", 0, "groups"),
     _at_least("thundersync.teacher.replicas", 1, "replica"),

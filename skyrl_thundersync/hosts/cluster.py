@@ -22,10 +22,11 @@ from skyrl.train.utils.utils import prepare_runtime_environment
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
-from skyrl_thundersync.errors import DeadActorError, first_cause
+from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.learners import Learners
+from skyrl_thundersync.machine_limits import available_memory, update_disk, update_memory
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import engine_spec, start_replicas
 from skyrl_thundersync.rollout.publish import publish
@@ -54,6 +55,7 @@ class Cluster:
         self._learners: Learners | None = None
         self._teacher: TeacherClient | None = None
         self._served: int | None = None
+        self._published_bytes = self._kept_bytes = 0
         self._probe_ids: list[int] = []
         self.version = 0
         self.ranks: list[LearnerRank] = []
@@ -111,6 +113,8 @@ class Cluster:
         rng = random.Random(self._cfg.trainer.seed)
         self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]
         asyncio.run(self._ready())
+        if self._cfg.thundersync.learner.max_restarts:
+            self._kept_bytes = self.checkpoint_bytes()  # a little more than the shards alone
         parts = [f"{len(self.ranks)} learner ranks"]
         if self._device == "cpu":
             parts.append(f"{count} rollout replica{'s' * (count > 1)}")
@@ -188,6 +192,13 @@ class Cluster:
         self.version += finish["stepped"]
         return finish | {name: max(s[name] for s in stats) for name in ("host_peak_bytes", "device_peak_bytes")}
 
+    def require_room(self) -> None:
+        """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""
+        weights = self._published_bytes + self._kept_bytes
+        checks = update_disk(self._run_dir, weights), update_memory(available_memory())
+        if problems := [problem for check in checks for problem in check.problems]:
+            raise MachineFullError("\n".join(problems))
+
     async def settle(self) -> None:
         """Every rank is there and holds its part of the batch; one that died since its last work is started again."""
         await self._learners.settle()
@@ -207,6 +218,7 @@ class Cluster:
         tolerance = self._cfg.thundersync.publish.tolerance
         await publish(str(folder), self.version, self._target, self._probe_ids, expected, tolerance)
         self._served = self.version
+        self._published_bytes = sum(file.stat().st_size for file in folder.iterdir())
         shutil.rmtree(folder)
 
     def save_model(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""SkyRL 0.4.0 as the host: everything here, and only this, knows SkyRL's names.
+"""SkyRL 0.4.0 as the host: this and experiment.py, and only they, know SkyRL's names.
 
 `RayPPOTrainer.train()` runs unmodified. It calls `generate`, where the update's rollouts and gradient work run side by
 side; its passes over the finished batch have nothing left to do; `train_critic_and_policy` takes the one step; and
@@ -13,26 +13,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
-from skyrl.train.dataset import PromptDataset
-from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.generators.utils import get_metrics_from_generator_output
 from skyrl.train.trainer import RayPPOTrainer
-from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.analysis import mfu
 from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
-from skyrl_thundersync.heartbeat import at, doing
+from skyrl_thundersync.heartbeat import doing
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.resume import Checkpoints
 from skyrl_thundersync.inputs import model_config
-from skyrl_thundersync.metrics import MetricsFile, step_metrics, update_metrics
+from skyrl_thundersync.metrics import step_metrics, update_metrics
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.stream.sources import TrajectoryId
@@ -112,6 +108,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
 
     async def generate(self, input_batch):
         """Rollouts and, beside them, the gradient work they release; returns when all of both is done."""
+        self._cluster.require_room()
         trajectories = [TrajectoryId(t.instance_id, t.repetition_id) for t in input_batch["trajectory_ids"]]
         groups: dict[str, int] = {}
         for trajectory in trajectories:
@@ -218,103 +215,3 @@ def state_bytes(cfg) -> int | None:
     """Bytes of cut states and adjoints from which on new groups wait: the budget, on a GPU with as much host memory."""
     gib = cfg.thundersync.learner.state_gib
     return None if gib is None else int(gib * 2**30) * (2 if uses_cuda(cfg) else 1)
-
-
-class Progress(TrainingCallback):
-    """What SkyRL's tracker gets, also in metrics.jsonl; evaluations also on the screen."""
-
-    def __init__(self, display: Display, metrics: MetricsFile) -> None:
-        self._display, self._metrics = display, metrics
-        self.evaluations: list[tuple[int, float]] = []
-
-    def on_eval_start(self, trainer, callback_input, control) -> None:
-        at("evaluation")
-        self._display.say(f"[dim]evaluating on {len(trainer.eval_dataset)} held-out tasks[/dim]")
-
-    def on_eval_end(self, trainer, callback_input, control) -> None:
-        at("training")
-        score = float(callback_input.metrics["eval/all/avg_score"])
-        self.evaluations.append((callback_input.global_step, score))
-        self._display.say(f"held-out success after {callback_input.global_step} updates: [bold]{score:.0%}[/bold]")
-
-    def on_log(self, trainer, callback_input, control) -> None:
-        self._metrics.write(callback_input.global_step, callback_input.logs)
-
-
-class ThunderSyncExperiment(BasePPOExp):
-    """SkyRL's experiment with this plugin's generator, trainer and, without GPUs, its rollout engine."""
-
-    def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path) -> None:
-        self._cluster, self._display, self._run_dir = cluster, display, run_dir
-        super().__init__(cfg)
-
-    def get_train_dataset(self) -> PromptDataset:
-        return self._dataset(self.cfg.data.train_data)
-
-    def get_eval_dataset(self) -> PromptDataset | None:
-        if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
-            return self._dataset(self.cfg.data.val_data)
-        return None
-
-    def _dataset(self, files: list[str]) -> PromptDataset:
-        # In this process: eight workers that each import Transformers cost more than they filter.
-        dataset = PromptDataset(files, self.tokenizer, self.cfg.trainer.max_prompt_length, num_workers=1)
-        if len(dataset) == 0:
-            raise ValueError(
-                f"no task left in {', '.join(files)}: the files are empty, or every prompt is longer than "
-                f"trainer.max_prompt_length={self.cfg.trainer.max_prompt_length} tokens"
-            )
-        return dataset
-
-    def _setup_trainer(self) -> ThunderSyncTrainer:
-        """As SkyRL's, without its FSDP or Megatron workers, whose import needs packages that only CUDA machines have."""
-        Path(self.cfg.trainer.export_path).mkdir(parents=True, exist_ok=True)
-        Path(self.cfg.trainer.ckpt_path).mkdir(parents=True, exist_ok=True)
-        tracker = self.get_tracker()
-        client = self.get_inference_client()
-        trainer = self.get_trainer(
-            cfg=self.cfg,
-            tracker=tracker,
-            tokenizer=self.tokenizer,
-            train_dataset=self.train_dataset,
-            eval_dataset=self.eval_dataset,
-            inference_engine_client=client,
-            generator=self.get_generator(self.cfg, self.tokenizer, client),
-            colocate_pg=self.colocate_pg,
-        )
-        trainer.trajectory_logger = self.get_trajectory_logger()
-        self.trainer = trainer
-        trainer.build_models()
-        return trainer
-
-    def get_inference_client(self) -> TurnHook:
-        client = self._cluster.rollout_client(super().get_inference_client)
-        return TurnHook(client, lambda: self._cluster.version, self.cfg.trainer.seed)
-
-    def get_generator(self, cfg, tokenizer, inference_engine_client) -> StreamingGenerator:
-        return StreamingGenerator(
-            generator_cfg=cfg.generator,
-            skyrl_gym_cfg=cfg.environment.skyrl_gym,
-            inference_engine_client=inference_engine_client,
-            tokenizer=tokenizer,
-            policy_model_name=resolve_policy_model_name(cfg),
-            outcomes=Outcomes(cfg.thundersync.outcomes),
-        )
-
-    def get_trainer(
-        self, cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
-    ):
-        recorder = Recorder(self._run_dir / "record") if cfg.thundersync.record else None
-        return ThunderSyncTrainer(
-            cfg=cfg,
-            tracker=tracker,
-            tokenizer=tokenizer,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            inference_engine_client=inference_engine_client,
-            generator=generator,
-            colocate_pg=colocate_pg,
-            cluster=self._cluster,
-            display=self._display,
-            recorder=recorder,
-        )

@@ -34,6 +34,10 @@ def test_each_limit_names_the_fix(tmp_path):
     assert "Mount a tmpfs" in machine_limits.shared_memory(tmp_path / "none").problems[0]
     assert "ulimit -n 4096" in machine_limits.open_files(256).problems[0]
     assert machine_limits.open_files(-1).problems == machine_limits.open_files(4096).problems == ()
+    assert machine_limits.update_disk(tmp_path, 0).problems == ()
+    assert "Free some space" in machine_limits.update_disk(tmp_path, 2**60).problems[0]
+    assert machine_limits.update_memory(2**29).problems == ()
+    assert "500 MiB of host memory are left" in machine_limits.update_memory(500 * 2**20).problems[0]
 
 
 def test_what_a_control_group_allows_is_counted_over_all_above_it(tmp_path, monkeypatch):

@@ -75,6 +75,7 @@ BAD = {
     "thundersync.learner.state_gib": -1.0,
     "thundersync.learner.threads": 0,
     "thundersync.learner.max_restarts": -1,
+    "thundersync.learner.restart_gib": -1,
     "thundersync.grpo.epsilon": -1.0,
     "thundersync.grpo.admission_cap": -1,
     "thundersync.teacher.replicas": 0,
