@@ -28,6 +28,7 @@ class Cell:
         deadline_s: from the event to the run's end, where it ends.
         says: what the screen must name, as a pattern.
         within: a command that runs the run.
+        tolerance: largest gap to the undisturbed run; 0: no bit may differ.
     """
 
     fault: str
@@ -41,6 +42,7 @@ class Cell:
     deadline_s: float = 60.0
     says: str = ""
     within: tuple[str, ...] = ()
+    tolerance: float = 0.0
 
     @property
     def name(self) -> str:
@@ -83,6 +85,8 @@ REFUSED_MEMORY = "of host memory are left"
 EVALUATE = ("trainer.eval_before_train=true", "trainer.eval_interval=100")
 RESTARTS = ("thundersync.learner.max_restarts=1",)
 LITTLE_STATE = ("thundersync.learner.state_gib=0.0005",)
+FP32_SUMS = ("thundersync.learner.accumulator=fp32",)
+"""The default: another order of work gives other last bits."""
 LITTLE_WORK = ("thundersync.learner.restart_gib=0.0000001",)
 TWO_TEACHERS = ("thundersync.teacher.replicas=2",)
 TWO_ENGINES = ("generator.inference_engine.num_engines=2",)
@@ -103,6 +107,14 @@ def _killed() -> list[Cell]:
         learner, fault="learner rank killed, may restart", options=RESTARTS, ends=(0,), says="died.*start again"
     )
     return [
+        replace(
+            again,
+            fault=f"{again.fault}, FP32 sums",
+            phase="sweep",
+            options=RESTARTS + FP32_SUMS,
+            special="apart",
+            tolerance=1e-6,
+        ),
         replace(again, phase="forward"),
         replace(again, phase="sweep"),
         replace(again, phase="teacher", watch=TEACHER),

@@ -130,18 +130,22 @@ class Chain:
                 return Result(cell.fault, cell.phase, f"NOT STRUCK: {why}", run.process.poll(), 0, None, (), "")
             seconds = time.monotonic() - began
             left = run.left(LEFT_S) | (_sockets() - sockets) | (_control_groups() - groups)
-            self.collect(run)
-            gap = self.gap()
+            if cell.special == "apart":
+                gap = self._gap_apart(run)
+            else:
+                self.collect(run)
+                gap = self.gap()
         swept = _control_groups() if cell.event == signal.SIGKILL and cell.victim == DRIVER else set()
         if problem is None and left - swept:
             problem = "left something behind"
-        if problem is None and gap:
+        if problem is None and gap and gap > cell.tolerance:
             problem = "other parameters"
         if problem is None and cell.says and not re.search(cell.says, run.output()):
             problem = f"the screen does not name it ({cell.says})"
         if left & swept:
             left = (left - swept) | {f"{len(left & swept)} empty control groups"}
-        clean = "continued, bit-identical" if status == 0 else "stopped clean"
+        went_on = f"continued, within {cell.tolerance:g}" if cell.tolerance else "continued, bit-identical"
+        clean = went_on if status == 0 else "stopped clean"
         return Result(
             cell.fault,
             cell.phase,
@@ -161,6 +165,17 @@ class Chain:
             self._undisturbed = Undisturbed(self.folder / "undisturbed" / "run")
         return self._undisturbed.gap(self.record, self.checkpoints / f"global_step_{self.step}", self.step)
 
+    def _gap_apart(self, run: job.Job) -> float:
+        """Of a run whose checkpoints are its own to the undisturbed one on the same batches."""
+        checkpoints, record = run.run_dir / "checkpoints", run.run_dir / "record"
+        for file in self.record.iterdir():
+            if not (record / file.name).exists():
+                shutil.copy2(file, record)
+        step = int((checkpoints / "latest_ckpt_global_step.txt").read_text())
+        alone = Undisturbed(self.folder / "undisturbed" / "run")
+        self._undisturbed = None  # one at a time in this process
+        return alone.gap(record, checkpoints / f"global_step_{step}", step)
+
     def collect(self, run: job.Job) -> None:
         """Keep the batches that the run recorded, of those that its checkpoints hold."""
         for file in (run.run_dir / "record").glob("batch_*.jsonl.gz"):
@@ -174,6 +189,8 @@ class Chain:
         folder, files = self.folder / cell.name, self.folder / "quickstart"
         resumed = ["trainer.resume_mode=from_path", f"trainer.resume_path={self.checkpoints}/global_step_{self.step}"]
         alone = ["trainer.resume_mode=none", f"trainer.ckpt_path={folder / 'checkpoints'}"]
+        if cell.special == "apart":
+            return [*resumed, f"trainer.ckpt_path={folder / 'run' / 'checkpoints'}"], None
         if cell.special == "checkpoint disk":
             disk = with_.enter_context(small_filesystem(folder / "disk", 256))
             return [*resumed, f"trainer.ckpt_path={disk}"], lambda pid: fill(disk)

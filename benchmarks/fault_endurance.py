@@ -16,8 +16,12 @@ from benchmarks.fault_chain import LEFT_S, UPDATE_S, Chain
 from benchmarks.fault_phases import START_S, at
 from tests import job
 
-SMALL_CACHE = "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=16777216"
-"""Of a replica: every block of it is in use before warm-up is over."""
+SMALL = (
+    # Of a replica: every block of it is in use before warm-up is over.
+    "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=16777216",
+    # The driver's threads for tools: another one starts now and then, until there are so many.
+    "environment.skyrl_gym.max_env_workers=8",
+)
 FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 """oneDNN keeps a kernel for each shape that it meets, 1,024 of them at most: some 0.3 MiB an update, until they are there."""
 MOMENT_S = 12.0
@@ -80,13 +84,13 @@ class Use:
 def soak(chain: Chain, updates: int) -> list[Use]:
     """Train `updates` updates (at least 8) and note, after each, what every process and the disk hold; also in soak.json.
 
-    Caches that fill up to a limit of their own get a small one, so that what grows for ever shows.
+    What fills up to a limit of its own gets a small one, so that what grows for ever shows.
     """
     os.environ.update(FEW_KERNELS)
     first = chain.step
     driver, uses, seen = chain.folder / "soak" / "run" / "logs" / "driver.status", {}, first + 1
     end = time.monotonic() + START_S + updates * UPDATE_S
-    with chain.running("soak", first + updates, SMALL_CACHE) as run:
+    with chain.running("soak", first + updates, *SMALL) as run:
         while run.process.poll() is None:
             assert time.monotonic() < end, f"not done after {START_S + updates * UPDATE_S:.0f} s"
             number = re.match(r"update (\d+)", at(driver)[1])
