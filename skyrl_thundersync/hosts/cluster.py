@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
 from skyrl.train.utils.utils import prepare_runtime_environment
 
+from skyrl_thundersync.checks import Check
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
@@ -194,17 +195,21 @@ class Cluster:
 
     def require_room(self) -> None:
         """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""
-        weights = self._published_bytes + self._kept_bytes
-        checks = update_disk(self._run_dir, weights), update_memory(available_memory())
-        if problems := [problem for check in checks for problem in check.problems]:
-            raise MachineFullError("\n".join(problems))
+        _require(self._disk(), update_memory(available_memory()))
+
+    def _disk(self) -> Check:
+        return update_disk(self._run_dir, self._published_bytes + self._kept_bytes)
 
     async def settle(self) -> None:
         """Every rank is there and holds its part of the batch; one that died since its last work is started again."""
         await self._learners.settle()
 
     async def publish(self) -> None:
-        """Make every replica serve θ of `version` and prove it, unless they do; the ranks keep what a restart needs."""
+        """Make every replica serve θ of `version` and prove it, unless they do; the ranks keep what a restart needs.
+
+        Raises MachineFullError before anything is written.
+        """
+        _require(self._disk())
         if self._served != self.version:
             await self._publish()
         self._learners.keep(self.version)
@@ -258,6 +263,11 @@ class Cluster:
             prefix_cache=teacher.prefix_cache,
             device=self._device,
         )
+
+
+def _require(*checks: Check) -> None:
+    if problems := [problem for check in checks for problem in check.problems]:
+        raise MachineFullError("\n".join(problems))
 
 
 def _root(error: BaseException) -> BaseException:
