@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import learner
+from benchmarks import learner, plain_pass
 from benchmarks.exactness import MODELS, POLICIES, Row, bound, severed, show, table
 from benchmarks.monolithic import batch, distance, gradient, save_model, settings, stock_model
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
@@ -34,7 +34,7 @@ from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, Trajec
 
 LIMIT_S = 480.0
 SHAPE = {
-    **learner.SHAPE,
+    **plain_pass.SHAPE,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 16,
@@ -120,16 +120,16 @@ def attended(model: torch.nn.Module, tokens: int) -> float:
 def costs(device: str, quick: bool, until: float, console: Console) -> list[dict]:
     """Medians per policy of before close, tail and peak memory, on one trajectory."""
     turns, repeats = (4, 1) if quick else (96, 3)
-    works, rows = learner.trajectory(turns), []
+    works, rows = plain_pass.trajectory(turns), []
     tokens = sum(len(w.source.context_ids) + len(w.source.action_ids) for w in works)
     with tempfile.TemporaryDirectory(prefix="gpu-learner-") as folder:
         torch.manual_seed(0)
-        shape = learner.SHAPE if quick else SHAPE
+        shape = plain_pass.SHAPE if quick else SHAPE
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape)).to(torch.bfloat16)
         flops = attended(made, tokens)
         made.save_pretrained(folder)
         del made
-        for name in (*learner.BASELINES, *COSTS):
+        for name in (*plain_pass.BASELINES, *COSTS):
             if time.perf_counter() > until:
                 console.print(f"{name}: left out, the time limit is near")
                 continue
@@ -162,12 +162,12 @@ def _once(folder: str, name: str, works: list, device: str):
         synchronise(device)
         return time.perf_counter()
 
-    if name in learner.BASELINES:
-        model = learner.baseline_model(folder, name, device, torch.bfloat16)
+    if name in plain_pass.BASELINES:
+        model = plain_pass.baseline_model(folder, name, device, torch.bfloat16)
 
         def baseline() -> tuple[float, float]:
             start = clock()
-            learner.monolithic(model, works)
+            plain_pass.monolithic(model, works)
             seconds = clock() - start
             model.zero_grad()
             return 0.0, seconds

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.learner import save_shape
+from benchmarks.plain_pass import save_shape
 from benchmarks.timed_update import learner, measure
 from skyrl_thundersync.analysis import curves, theory
 from skyrl_thundersync.analysis.machines import Machine

@@ -110,7 +110,7 @@ def update_memory(available: int) -> Check:
     problems = ()
     if available < LEAST_MEMORY:
         problems = (
-            f"{available / 2**20:.0f} MiB of host memory are left, an update wants {LEAST_MEMORY / 2**20:.0f} at its begin. "
+            f"{available / 2**20:.0f} MiB of host memory are left, an update begins with {LEAST_MEMORY / 2**20:.0f} or more. "
             "End what else takes memory, or raise the container's limit.",
         )
     return Check("host memory", problems)
