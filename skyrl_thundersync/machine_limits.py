@@ -17,7 +17,7 @@ GIB = 2**30
 LEAST_FILES = 4096
 LEAST_SHM = GIB
 LEAST_PROCESSES = 1024
-"""Threads and processes: Ray, vLLM and torch start hundreds."""
+"""Threads and processes. The quickstart's run has 300 on two cores; Ray, vLLM and torch start more on more."""
 LEAST_MEMORY = GIB // 2
 """Of the host, at an update's begin: with less the kernel is about to kill a process."""
 RECORDS = 64 * 2**20

@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import itertools
 import multiprocessing
+import os
 import random
 import tempfile
 
 import torch
 from plain import batch, interleave, settings
 
+from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.stream.sources import Append, group_of
@@ -161,6 +163,13 @@ def full(folder: str, out: str, rank: int, world: int, port: int) -> dict:
     except RuntimeError as error:
         errors.append(str(error))
     return {"errors": errors, "aborted_moved": aborted_moved, "last": last, "logps": saved}
+
+
+def niceness(folder: str, threads: int, rank: int, world: int, port: int) -> int:
+    """By how much an actor of so many threads lowered its process's priority."""
+    before = os.nice(0)
+    LearnerActor(spec(folder, rank, world, port, dtype="float32", optimizer=None, threads=threads))
+    return os.nice(0) - before
 
 
 def still(folder: str, rank: int, world: int, port: int) -> list:

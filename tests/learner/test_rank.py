@@ -1,20 +1,23 @@
 """A rank's life: LoRA, saving, aborted batches, finish's refusals, bad input, models without an exact cut."""
 
 import dataclasses
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from plain import VOCAB, batch, distance, make_rank, plain_gradient, plain_model, settings, trajectory
-from ranks import PROBE, full, in_processes, lora, still, works_of
+from ranks import PROBE, full, in_processes, lora, niceness, still, works_of
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from skyrl_thundersync.learner.actor import CPU_NICENESS
 from skyrl_thundersync.learner.cut_state import layer_kinds
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId
 
+LOWEST = 19
 T0 = TrajectoryId("g", 0)
 
 
@@ -178,3 +181,11 @@ def test_what_cannot_run_is_refused_before_the_model_loads(tmp_path, folder_of):
         build(folder_of("qwen3"), accumulator="fp8")
     with pytest.raises(ValueError, match="dtype='float16'"):
         build(folder_of("qwen3"), dtype="float16")
+
+
+@pytest.mark.timeout(200)
+def test_an_actor_gives_way_only_where_it_leaves_no_core(folder_of):
+    cores = len(os.sched_getaffinity(0))
+    for threads, wanted in ((cores, min(CPU_NICENESS, LOWEST - os.nice(0))), (cores - 1, 0)):
+        if threads:
+            assert in_processes(niceness, folder_of("qwen3"), threads, world=1) == [wanted]
