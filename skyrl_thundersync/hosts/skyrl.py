@@ -1,4 +1,4 @@
-"""SkyRL 0.4.0 as the host: this and experiment.py, and only they, know SkyRL's names.
+"""SkyRL 0.4.0 as the host: what its train loop calls.
 
 `RayPPOTrainer.train()` runs unmodified. It calls `generate`, where the update's rollouts and gradient work run side by
 side; its passes over the finished batch have nothing left to do; `train_critic_and_policy` takes the one step; and
