@@ -1,6 +1,5 @@
 """One small file per objective. An objective turns a segment's scored tokens into the scalar to differentiate."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ class Objective(Protocol):
     """What the learner asks of an objective.
 
     needs_teacher: whether sources must come with teacher scores. needs_group: whether a trajectory's weight depends on its
-    group's rewards; then `weights` and `affine` give it. divides_by_tokens: whether finish divides the sum by N_k.
+    group's rewards; then it also has `weights` and `affine`, as Grpo. divides_by_tokens: whether finish divides the sum by N_k.
     """
 
     name: str
@@ -24,14 +23,6 @@ class Objective(Protocol):
     def loss(
         self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
     ) -> torch.Tensor: ...
-
-
-class GroupObjective(Objective, Protocol):
-    """An objective whose weights are affine in the reward: weight_i = (r_i − b)·c."""
-
-    def affine(self, rewards: Sequence[float | None]) -> tuple[float, float]: ...
-
-    def weights(self, rewards: Sequence[float | None]) -> list[float]: ...
 
 
 OBJECTIVES = {"opd": Opd, "grpo": Grpo}
