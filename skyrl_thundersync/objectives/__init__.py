@@ -12,7 +12,8 @@ class Objective(Protocol):
     """What the learner asks of an objective.
 
     needs_teacher: whether sources must come with teacher scores. needs_group: whether a trajectory's weight depends on its
-    group's rewards; then it also has `weights` and `affine`, as Grpo. divides_by_tokens: whether finish divides the sum by N_k.
+    group's rewards; then it also has `weights` and `affine`, as Grpo. divides_by_tokens: whether finish divides the sum by
+    N_k.
     """
 
     name: str
