@@ -199,19 +199,22 @@ async def _until_preempted(trainer) -> None:
 def _saved_last(trainer) -> str:
     checkpoints = trainer.checkpoints
     if trainer.cfg.trainer.ckpt_interval > 0 and checkpoints.unsaved:
-        return f"All finished updates are in {checkpoints.save()}"
+        return f"All finished updates are in {checkpoints.save(last=True)}"
     if checkpoints.saved_step:
         return f"The checkpoint of update {checkpoints.saved_step} is the newest"
     return "No checkpoint was taken (trainer.ckpt_interval)"
 
 
 def _saved_or_why(trainer) -> str:
+    from ray.exceptions import RayTaskError
+
     from skyrl_thundersync.hosts.checkpoint import CheckpointError
 
     try:
         return _saved_last(trainer)
-    except CheckpointError as error:
-        return f"The last finished update could not be saved: {error}"
+    except (CheckpointError, OSError) as error:  # a rank's OSError is both that and Ray's
+        why = error.cause if isinstance(error, RayTaskError) else error
+        return f"The last finished update could not be saved: {why}"
 
 
 if __name__ == "__main__":

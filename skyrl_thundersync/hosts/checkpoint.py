@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_VERSION = "skyrl_thundersync checkpoint", 1
 PREFIX, POINTER, MANIFEST = "global_step_", "latest_ckpt_global_step.txt", "manifest.json"
 MARGIN = 64 * 2**20
-"""Bytes to leave free beside a checkpoint."""
+"""Bytes to leave free beside a checkpoint, for a run that goes on."""
 
 
 class CheckpointError(ValueError):
@@ -43,12 +43,17 @@ def steps(folder: Path) -> list[int]:
 
 
 def save(
-    folder: Path, step: int, needed_bytes: int, write: Callable[[Path], tuple[dict, dict]], keep: int = -1
+    folder: Path,
+    step: int,
+    needed_bytes: int,
+    write: Callable[[Path], tuple[dict, dict]],
+    keep: int = -1,
+    margin: int = MARGIN,
 ) -> Path:
     """Write the checkpoint of update `step`: all of it or nothing, then the pointer; then drop the oldest beyond `keep`.
 
     Args:
-        needed_bytes: about what it takes on disk; with less free nothing is written.
+        needed_bytes: about what it takes on disk; with less free, and `margin` to leave, nothing is written.
         write: fills the folder it is given; returns the manifest's own facts and {file: (bytes, sha256)} of the files that
             it sealed already. All others are sealed here.
         keep: how many checkpoints to keep, of updates up to this one; negative: all.
@@ -59,10 +64,11 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
     free = shutil.disk_usage(folder).free
-    if free < needed_bytes + MARGIN:
+    if free < needed_bytes + margin:
+        takes = f"takes {needed_bytes / 2**20:.0f} MiB" + (f" and leaves {margin / 2**20:.0f} free" if margin else "")
         raise CheckpointError(
-            f"the checkpoint of update {step} takes {needed_bytes / 2**20:.0f} MiB and {folder} has {free / 2**20:.0f} MiB "
-            f"free; nothing was written. Free some space, or set trainer.max_ckpts_to_keep. {_newest(folder)}"
+            f"the checkpoint of update {step} {takes}; {folder} has {free / 2**20:.0f} MiB free. Nothing was written. Free "
+            f"some space, or set trainer.max_ckpts_to_keep. {_newest(folder)}".rstrip()
         )
     target = folder / f"{PREFIX}{step}"
     part = folder / f".{target.name}.part"

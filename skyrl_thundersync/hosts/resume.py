@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.hosts.checkpoint import (
+    MARGIN,
     CheckpointError,
     check_run,
     choose,
@@ -52,14 +53,18 @@ class Checkpoints:
         """Whether updates were finished since the last checkpoint."""
         return self._finished > self.saved_step
 
-    def save(self) -> Path:
-        """Checkpoint the last finished update, whatever runs since then. See `checkpoint.save` for what it raises."""
+    def save(self, last: bool = False) -> Path:
+        """Checkpoint the last finished update, whatever runs since then. See `checkpoint.save` for what it raises.
+
+        last: the run ends with it, so that it may take the last free space.
+        """
         path = save(
             self._folder,
             self._finished,
             self._cluster.checkpoint_bytes(),
             self._write,
             self._cfg.trainer.max_ckpts_to_keep,
+            margin=0 if last else MARGIN,
         )
         self.saved_step = self._finished
         return path

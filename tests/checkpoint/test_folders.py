@@ -186,8 +186,10 @@ def test_a_write_that_fails_or_cannot_fit_leaves_the_checkpoints_before_it(tmp_p
     child.start()
     child.join()
     assert child.exitcode == 0
-    with pytest.raises(CheckpointError, match=r"MiB free; nothing was written(.|\n)*global_step_2"):
+    with pytest.raises(CheckpointError, match=r"leaves 64 free; .* Nothing was written(.|\n)*global_step_2"):
         save(tmp_path, 4, 1 << 60, writer(4))
+    with pytest.raises(CheckpointError, match=r"MiB; .* Nothing was written"):
+        save(tmp_path, 4, 1 << 60, writer(4), margin=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", POINTER]
     assert read(choose(tmp_path, "latest", None), hashes=True)["global_step"] == 2
 
