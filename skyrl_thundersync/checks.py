@@ -1,5 +1,6 @@
-"""One thing that `skyrl doctor` or a dry run looked at."""
+"""One thing that `skyrl doctor`, a dry run or a run looked at."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -10,3 +11,9 @@ class Check:
     name: str
     problems: tuple[str, ...]
     seen: str = ""
+
+
+def require(checks: Iterable[Check], error: type[Exception]) -> None:
+    """Raises `error` with every problem, a line each, when there is one."""
+    if problems := [problem for check in checks for problem in check.problems]:
+        raise error("\n".join(problems))

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
-from skyrl_thundersync.checks import Check
+from skyrl_thundersync.checks import require
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.doctor import memory
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, tell
@@ -46,18 +46,13 @@ def main() -> None:
 
 
 def _configured():
-    _require(cheap_checks())
+    require(cheap_checks(), ConfigError)
     from skyrl_thundersync.validate import checked_config
 
     with quiet_imports():
         cfg = checked_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-        _require([memory(cfg)])
+        require([memory(cfg)], ConfigError)
     return cfg
-
-
-def _require(checks: Iterable[Check]) -> None:
-    if problems := [problem for check in checks for problem in check.problems]:
-        raise ConfigError("\n".join(problems))
 
 
 def train(cfg) -> int:
@@ -101,9 +96,7 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
 
     folders: whose free space is said when a disk was full.
     """
-    from ray.exceptions import RayTaskError
-
-    cause = first_cause(error.cause) if isinstance(error, RayTaskError) else error
+    cause = _own(error)
     lines = [f"{type(cause).__name__}: {cause}"]
     found = re.search(r"\(pid=(\d+)", str(error)) if cause is not error else None
     if found and (where := named(log_dir, int(found[1]))):
@@ -112,6 +105,13 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
         free = {folder: shutil.disk_usage(folder).free for folder in folders if Path(folder).is_dir()}
         lines.append(f"Free now: {', '.join(f'{size / 2**20:.0f} MiB in {folder}' for folder, size in free.items())}")
     return "\n".join(lines)
+
+
+def _own(error: BaseException) -> BaseException:
+    """What an actor raised, without Ray's wrapping; any other error as it is."""
+    from ray.exceptions import RayTaskError
+
+    return first_cause(error.cause) if isinstance(error, RayTaskError) else error
 
 
 def _train(cfg, run_dir: Path, display: Display) -> None:
@@ -206,15 +206,12 @@ def _saved_last(trainer) -> str:
 
 
 def _saved_or_why(trainer) -> str:
-    from ray.exceptions import RayTaskError
-
     from skyrl_thundersync.hosts.checkpoint import CheckpointError
 
     try:
         return _saved_last(trainer)
     except (CheckpointError, OSError) as error:  # a rank's OSError is both that and Ray's
-        why = error.cause if isinstance(error, RayTaskError) else error
-        return f"The last finished update could not be saved: {why}"
+        return f"The last finished update could not be saved: {_own(error)}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
 from skyrl.train.utils.utils import prepare_runtime_environment
 
-from skyrl_thundersync.checks import Check
+from skyrl_thundersync.checks import Check, require
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
@@ -195,7 +195,7 @@ class Cluster:
 
     def require_room(self) -> None:
         """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""
-        _require(self._disk(), update_memory(available_memory()))
+        require([self._disk(), update_memory(available_memory())], MachineFullError)
 
     def _disk(self) -> Check:
         return update_disk(self._run_dir, self._published_bytes + self._kept_bytes)
@@ -209,7 +209,7 @@ class Cluster:
 
         Raises MachineFullError before anything is written.
         """
-        _require(self._disk())
+        require([self._disk()], MachineFullError)
         if self._served != self.version:
             await self._publish()
         self._learners.keep(self.version)
@@ -263,11 +263,6 @@ class Cluster:
             prefix_cache=teacher.prefix_cache,
             device=self._device,
         )
-
-
-def _require(*checks: Check) -> None:
-    if problems := [problem for check in checks for problem in check.problems]:
-        raise MachineFullError("\n".join(problems))
 
 
 def _root(error: BaseException) -> BaseException:
