@@ -186,10 +186,8 @@ def command(
 
 def _refuse_what_cannot_run(cases: list[list[str]]) -> None:
     """Read every configuration before the first of many runs starts. Raises ConfigError."""
-    from skyrl_thundersync.quiet import quiet_imports
-
-    with Console(stderr=True).status("reading the configuration"), quiet_imports():
+    with Console(stderr=True).status("reading the configuration"):
         from skyrl_thundersync.validate import checked_config
 
         for arguments in cases:
-            checked_config(arguments)
+            checked_config(*arguments)

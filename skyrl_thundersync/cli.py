@@ -124,7 +124,11 @@ def run(arguments: list[str], *, dry_run: bool = False, full: bool = False) -> i
         if plugin.dry_run is None:
             raise ConfigError(f"the plugin {plugin.name} has no dry run")
         return plugins.load(plugin.dry_run)(chosen, full)
-    enter_skyrl([f"trainer.override_entrypoint={plugin.entrypoint}", *presets.to_dotlist(merged)])
+    arguments = presets.to_dotlist(merged)
+    if plugin.check is not None:
+        with Console(stderr=True).status("checking"):
+            plugins.load(plugin.check)(*arguments)
+    enter_skyrl([f"trainer.override_entrypoint={plugin.entrypoint}", *arguments])
     return 0
 
 

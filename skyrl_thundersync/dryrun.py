@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from skyrl_thundersync.checks import Check
-from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.errors import USAGE_ERROR
 from skyrl_thundersync.host_defaults import HOST_DEFAULTS, apply_host_defaults, uses_cuda
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.presets import build_config, own_presets, resolve
 from skyrl_thundersync.quiet import quiet_imports
-from skyrl_thundersync.validate import option_problems, skyrl_agrees
+from skyrl_thundersync.run_checks import run_checks
+from skyrl_thundersync.split import gpus_per_engine, learner_ranks
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
-
-GIB = 2**30
 
 
 def run(args: list[str], full: bool = False) -> int:
@@ -35,7 +31,7 @@ def run(args: list[str], full: bool = False) -> int:
         full: print every option, not only those that differ from the defaults.
 
     Returns:
-        0 when every check passed, 1 when one did not.
+        0 when every check passed, 2 when one did not, as `train` exits then.
 
     Raises:
         ConfigError: the options cannot even be read.
@@ -55,14 +51,14 @@ def run(args: list[str], full: bool = False) -> int:
     console.print(placement_table(cfg))
     failed = False
     console.print("\n[bold]Checks[/]")
-    for check in checks(cfg):
+    for check in run_checks(cfg):
         failed = failed or bool(check.problems)
         mark = "[red]refused[/]" if check.problems else "[green]ok[/]     "
         console.print(f"  {mark} {check.name}[dim]{' · ' + escape(check.seen) if check.seen else ''}[/]")
         for problem in check.problems:
             console.print(f"          {escape(problem)}", soft_wrap=True)
     console.print("\n[red]This run would not start.[/]" if failed else "\nThis run can start. Nothing was started.")
-    return int(failed)
+    return USAGE_ERROR if failed else 0
 
 
 def leaves(block: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -125,141 +121,3 @@ def placement_table(cfg: TrainConfig) -> Table:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def learner_ranks(cfg: TrainConfig) -> int:
-    """Learner processes: `thundersync.learner.ranks`, or one per policy GPU."""
-    placement = cfg.trainer.placement
-    return cfg.thundersync.learner.ranks or placement.policy_num_gpus_per_node * placement.policy_num_nodes
-
-
-def gpus_per_engine(cfg: TrainConfig) -> int:
-    """GPUs that one rollout replica spans."""
-    engine = cfg.generator.inference_engine
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
-
-
-def checks(cfg: TrainConfig) -> Iterator[Check]:
-    """Every check, cheapest first; each is made although an earlier one failed."""
-    from skyrl_thundersync import inputs
-
-    options = option_problems(cfg)
-    yield Check("options fit early release and the objective", tuple(options))
-    models_there = True
-    for option, path in inputs.models(cfg).items():
-        problems = inputs.model_problems(option, path) or inputs.context_problems(cfg, option, path)
-        models_there = models_there and not problems and Path(path).is_dir()
-        on_disk = "" if path and Path(path).is_dir() else "hub name, downloaded when the run starts"
-        yield Check(f"model {path}", tuple(problems), on_disk)
-    yield from _tasks(cfg)
-    if not options:
-        yield Check("SkyRL's own validation", _caught(lambda: skyrl_agrees(cfg)))
-    if models_there:
-        yield _chat_template(cfg)
-        if cfg.thundersync.objective == "opd":
-            yield _teacher(cfg)
-    yield _devices(cfg)
-    yield _sandbox(cfg)
-    yield _disk(cfg)
-
-
-def _tasks(cfg: TrainConfig) -> Iterator[Check]:
-    from skyrl_thundersync import inputs
-
-    named = [("data.train_data", path) for path in cfg.data.train_data]
-    named += [("data.val_data", path) for path in cfg.data.val_data if cfg.trainer.eval_interval > 0]
-    if not cfg.data.train_data:
-        yield Check("tasks", ("data.train_data is empty: name at least one file of tasks.",))
-    wrong = False
-    for option, path in named:
-        problems = inputs.task_problems(option, path, cfg.environment.env_class)
-        rows = sum(1 for _ in inputs.read_rows(Path(path))) if not problems and Path(path).is_file() else None
-        yield Check(f"tasks {path}", tuple(problems), f"{rows} tasks" if rows is not None else "")
-        wrong = wrong or bool(problems)
-    if named and not wrong:
-        yield Check("enough tasks for a batch", tuple(inputs.batch_problems(cfg)))
-
-
-def _caught(action: Callable[[], Any]) -> tuple[str, ...]:
-    try:
-        action()
-    except ConfigError as error:
-        return tuple(str(error).splitlines())
-    return ()
-
-
-def _chat_template(cfg: TrainConfig) -> Check:
-    from transformers import AutoTokenizer
-
-    path = cfg.trainer.policy.model.path
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    problems = []
-    if not tokenizer.chat_template:
-        problems.append(
-            f"trainer.policy.model.path={path!r}: its tokenizer has no chat template, which multi-turn chat needs."
-        )
-    if tokenizer.eos_token_id is None:
-        problems.append(f"trainer.policy.model.path={path!r}: its tokenizer has no end-of-sequence token.")
-    return Check("student's tokenizer and chat template", tuple(problems), f"{len(tokenizer)} tokens")
-
-
-def _teacher(cfg: TrainConfig) -> Check:
-    from transformers import AutoTokenizer
-
-    from skyrl_thundersync.inputs import model_config
-    from skyrl_thundersync.teacher.preflight import PreflightError, check_vocabularies
-
-    student, teacher = cfg.trainer.policy.model.path, cfg.thundersync.teacher.model
-    config = model_config(teacher)
-    rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    try:
-        check_vocabularies(AutoTokenizer.from_pretrained(student), AutoTokenizer.from_pretrained(teacher), rows)
-    except PreflightError as error:
-        return Check("teacher means the same tokens", (f"thundersync.teacher.model={teacher!r}: {error}.",))
-    return Check("teacher means the same tokens", ())
-
-
-def _devices(cfg: TrainConfig) -> Check:
-    import torch
-
-    if not uses_cuda(cfg):
-        return Check("devices", (), f"CPU, {os.cpu_count()} cores")
-    needed = learner_ranks(cfg) + cfg.generator.inference_engine.num_engines * gpus_per_engine(cfg)
-    if cfg.thundersync.objective == "opd":
-        needed += cfg.thundersync.teacher.replicas
-    found = torch.cuda.device_count()
-    problems = ()
-    if found < needed and cfg.trainer.placement.policy_num_nodes == 1:
-        problems = (
-            f"the placement needs {needed} GPUs, torch sees {found}. Lower ranks or replicas, or run on a larger node.",
-        )
-    return Check("devices", problems, f"{found} GPUs, {needed} needed")
-
-
-def _sandbox(cfg: TrainConfig) -> Check:
-    from skyrl_thundersync.sandbox.base import SandboxError
-    from skyrl_thundersync.sandbox.select import choose_backend
-
-    try:
-        return Check("sandbox for agents' commands", (), choose_backend(cfg.thundersync.sandbox.backend))
-    except SandboxError as error:
-        return Check("sandbox for agents' commands", (str(error),))
-
-
-def _disk(cfg: TrainConfig) -> Check:
-    """Room for one checkpoint (weights, FP32 masters and moments: 7 times BF16 weights) and two published versions."""
-    folder = Path(cfg.thundersync.run_dir)
-    while not folder.exists():
-        folder = folder.parent
-    model = Path(cfg.trainer.policy.model.path or "")
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
-    checkpoints = 7 * weights if cfg.trainer.ckpt_interval > 0 else 0
-    needed = GIB + 2 * weights + checkpoints
-    free = shutil.disk_usage(folder).free
-    problems = ()
-    if free < needed:
-        problems = (
-            f"{folder} has {free / GIB:.1f} GiB free; this run may write {needed / GIB:.1f} GiB. "
-            "Free some, or set thundersync.run_dir.",
-        )
-    return Check("disk space", problems, f"{free / GIB:.0f} GiB free")

@@ -17,14 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
-from skyrl_thundersync.checks import require
 from skyrl_thundersync.display import Display
-from skyrl_thundersync.doctor import memory
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, tell
 from skyrl_thundersync.heartbeat import named
 from skyrl_thundersync.interrupts import KeptInterrupts
-from skyrl_thundersync.machine_limits import cheap_checks
-from skyrl_thundersync.quiet import quiet_imports
+from skyrl_thundersync.validate import checked_config
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
 
@@ -39,20 +36,10 @@ def main() -> None:
     Exits 0 when done, 2 for a configuration or machine that cannot run, 130 on Ctrl-C, 1 on any other error.
     """
     try:
-        cfg = _configured()
+        cfg = checked_config(*(a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")))
     except ConfigError as error:
         raise SystemExit(tell(error)) from error
     raise SystemExit(train(cfg))
-
-
-def _configured():
-    require(cheap_checks(), ConfigError)
-    from skyrl_thundersync.validate import checked_config
-
-    with quiet_imports():
-        cfg = checked_config([a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")])
-        require([memory(cfg)], ConfigError)
-    return cfg
 
 
 def train(cfg) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from skyrl_thundersync.rollout.engine_thread import EngineSpec
 
@@ -14,22 +18,8 @@ if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-
-
-def input_problems(cfg: TrainConfig) -> list[str]:
-    """One message per model folder, task file or context limit that cannot work; empty when there is none."""
-    problems = []
-    for option, path in models(cfg).items():
-        problems += model_problems(option, path) or context_problems(cfg, option, path)
-    for path in cfg.data.train_data:
-        problems += task_problems("data.train_data", path, cfg.environment.env_class)
-    if cfg.trainer.eval_interval > 0:
-        for path in cfg.data.val_data:
-            problems += task_problems("data.val_data", path, cfg.environment.env_class)
-    if not cfg.data.train_data:
-        problems.append("data.train_data=[]: there is nothing to train on. Name at least one file of tasks.")
-    return problems or batch_problems(cfg)
 
 
 def batch_problems(cfg: TrainConfig) -> list[str]:
@@ -73,11 +63,53 @@ def model_problems(option: str, path: str | None) -> list[str]:
         problems.append(
             f"{option}={path!r}: the folder holds no config.json. Save the model there with save_pretrained."
         )
+    problems += [f"{option}: {problem}" for problem in broken_files(folder)]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         problems.append(f"{option}={path!r}: the folder holds no tokenizer. Save it there with save_pretrained.")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         problems.append(f"{option}={path!r}: the folder holds no weights ({', '.join(_WEIGHTS)}).")
     return problems
+
+
+def broken_files(folder: Path) -> Iterator[str]:
+    """What of a model folder's configuration, tokenizer and weights is there and cannot be read, each with its path."""
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", _INDEX):
+        if (file := folder / name).is_file():
+            try:
+                held = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                yield f"{file} is not JSON ({error}). Save or copy it again."
+            else:
+                named = set(held.get("weight_map", {}).values()) if isinstance(held, dict) else set()
+                for missing in sorted(named - {found.name for found in folder.iterdir()}):
+                    yield f"{file} names {missing}, which is not there. Copy it, too."
+                if not isinstance(held, dict):
+                    yield f"{file} holds no mapping. Save or copy it again."
+    if (file := folder / "tokenizer.json").is_file():
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            yield f"{file} is no tokenizer ({error}). Save or copy it again."
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "np"):
+                pass
+        except SafetensorError as error:
+            size = file.stat().st_size
+            yield f"{file} is not whole ({error}; {size:,} bytes are there). Save or copy it again."
+
+
+def model_parameters(path: str | None) -> int | None:
+    """Parameters of a model folder, from the headers of its safetensors files; None for a hub name or other formats."""
+    folder = Path(path or "").expanduser()
+    files = sorted(folder.glob("*.safetensors")) if path and folder.is_dir() else []
+    if not files:
+        return None
+    total = 0
+    for file in files:
+        with safe_open(file, "np") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 def model_config(path: str) -> dict[str, Any] | None:

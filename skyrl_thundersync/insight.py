@@ -155,7 +155,6 @@ def doctor(
     """
     from skyrl_thundersync import doctor as checks_of
 
-    checks = list(checks_of.machine_checks())
     chosen = [argument for argument in arguments or [] if argument != "+plugin=thundersync"]
     if chosen:
         from skyrl_thundersync.quiet import quiet_imports
@@ -163,10 +162,13 @@ def doctor(
         with Console(stderr=True).status("reading the configuration"), quiet_imports():
             from skyrl_thundersync.host_defaults import apply_host_defaults
             from skyrl_thundersync.presets import build_config
+            from skyrl_thundersync.run_checks import run_checks
 
             cfg = build_config(chosen)
             apply_host_defaults(cfg)
-            checks += list(checks_of.config_checks(cfg))
+            checks = [*checks_of.installation_checks(), *run_checks(cfg)]
+    else:
+        checks = list(checks_of.machine_checks())
     failed = any(check.problems for check in checks)
     if as_json:
         rows = [{"name": c.name, "ok": not c.problems, "problems": c.problems, "seen": c.seen} for c in checks]

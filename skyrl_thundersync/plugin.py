@@ -10,5 +10,6 @@ PLUGIN = Plugin(
     config_class="skyrl_thundersync.config:TrainConfig",
     defaults="skyrl_thundersync.host_defaults:HOST_DEFAULTS",
     choices="skyrl_thundersync.options:CHOICES",
+    check="skyrl_thundersync.validate:checked_config",
     dry_run="skyrl_thundersync.dryrun:run",
 )

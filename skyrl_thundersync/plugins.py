@@ -34,6 +34,8 @@ class Plugin:
         config_class: "module:attribute" of the configuration dataclass that options are checked against.
         defaults: "module:attribute" of a mapping of option values that the plugin wants where SkyRL's default differs.
         choices: "module:attribute" of a mapping from options to the values they may have, where the type does not say.
+        check: "module:attribute" of `check(*args)`, which raises ConfigError for a run that cannot work, before SkyRL loads;
+            None where there is none.
         dry_run: "module:attribute" of `run(args, full) -> int`, which checks a run without starting it; None where there
             is none.
     """
@@ -44,6 +46,7 @@ class Plugin:
     config_class: str
     defaults: str | None = None
     choices: str | None = None
+    check: str | None = None
     dry_run: str | None = None
 
 

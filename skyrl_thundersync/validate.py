@@ -1,18 +1,18 @@
-"""Configurations that cannot run, refused at start-up: rules.py by option, inputs.py by what they name on disk.
+"""A run's configuration from its arguments: read, completed for this machine, and refused where it cannot run.
 
-Every problem of a configuration is reported at once, before any model loads.
+What is checked is one list, in run_checks.py; the options' part of it, rules.py and SkyRL's own, is asked here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import apply_host_defaults
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.plugins import nearest
 from skyrl_thundersync.presets import build_config
+from skyrl_thundersync.quiet import quiet_imports
 from skyrl_thundersync.rules import RULES, get
 
 if TYPE_CHECKING:
@@ -35,40 +35,31 @@ def option_problems(cfg: TrainConfig) -> list[str]:
     return found
 
 
-def checked_config(args: Sequence[str]) -> TrainConfig:
-    """The complete configuration of a run from its arguments (as `presets.build_config`'s), with every rule checked.
+@lru_cache(maxsize=1)
+def checked_config(*arguments: str) -> TrainConfig:
+    """The complete configuration of a run from its arguments (as `presets.build_config`'s), with everything checked.
+
+    The same arguments are checked once in a process: the command refuses before it loads SkyRL, and the entry point, which
+    SkyRL calls, asks again.
 
     Raises:
         ConfigError: what the user has to put right.
     """
-    cfg = build_config(args)
-    apply_host_defaults(cfg)
-    validate(cfg)
+    from skyrl_thundersync.run_checks import require_fit
+
+    with quiet_imports():
+        cfg = build_config(arguments)
+        apply_host_defaults(cfg)
+        require_fit(cfg)
     return cfg
 
 
-def validate(cfg: TrainConfig) -> None:
-    """Refuse a configuration that cannot run: its options, then the models, tasks and limits that it names.
-
-    Raises:
-        ConfigError: with every problem found, one a line.
-    """
-    from skyrl_thundersync.hosts.checkpoint import resume_problems
-    from skyrl_thundersync.inputs import input_problems
-
-    problems = option_problems(cfg) or input_problems(cfg) or resume_problems(cfg)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    skyrl_agrees(cfg)
-
-
-def skyrl_agrees(cfg: TrainConfig) -> None:
-    """Ask SkyRL's own validation too, as its entry points do. It imports torch and Ray."""
+def skyrl_problems(cfg: TrainConfig) -> list[str]:
+    """What SkyRL's own validation refuses, which its entry points ask too. It imports torch and Ray."""
     from skyrl.train.utils import validate_cfg
 
     try:
         validate_cfg(cfg)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            f"SkyRL's own validation refuses this configuration: {error or type(error).__name__}"
-        ) from error
+        return [f"SkyRL's own validation refuses this configuration: {error or type(error).__name__}"]
+    return []

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from skyrl_thundersync import doctor, machine_limits
+from skyrl_thundersync import inputs, machine_limits, split
 from skyrl_thundersync.cli import app
 from tests.learner.plain import save_model
 
@@ -84,10 +84,10 @@ def test_a_full_disk_is_found(tmp_path, monkeypatch):
 def test_parameters_are_counted_from_file_headers(tmp_path):
     folder = save_model(tmp_path / "m", "qwen3")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert doctor.model_parameters(folder) == sum(p.numel() for p in model.parameters())
+    assert inputs.model_parameters(folder) == sum(p.numel() for p in model.parameters())
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    assert doctor.model_parameters(str(tmp_path / "half")) == doctor.model_parameters(folder)
-    assert doctor.model_parameters("org/name") is None
+    assert inputs.model_parameters(str(tmp_path / "half")) == inputs.model_parameters(folder)
+    assert inputs.model_parameters("org/name") is None
 
 
 def config(student, teacher, **learner):
@@ -114,21 +114,21 @@ def config(student, teacher, **learner):
 def test_memory_of_a_split(tmp_path, monkeypatch):
     """BF16 weights, FP32 gradient on the host, 12 bytes of optimizer state shared by four ranks."""
     student, teacher = save_model(tmp_path / "s", "qwen3"), save_model(tmp_path / "t", "llama")
-    n, t = doctor.model_parameters(student), doctor.model_parameters(teacher)
-    assert doctor.split_memory(config(student, teacher), 4) == (2 * n + 3 * n, 4 * n, 2 * n, 4 * t)
+    n, t = inputs.model_parameters(student), inputs.model_parameters(teacher)
+    assert split.split_memory(config(student, teacher), 4) == (2 * n + 3 * n, 4 * n, 2 * n, 4 * t)
     offloaded = config(student, teacher, offload_optimizer=True, accumulator="exact")
-    assert doctor.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
+    assert split.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
     # Three groups with statistics, two FP32 sums each, beside the gradient.
-    assert doctor.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
+    assert split.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
     # Eight processes of 1 GiB and three K/V caches, a small model beside them.
-    assert "host 11.0 GiB of" in doctor.memory(config(student, teacher)).seen
+    assert "host 11.0 GiB of" in split.memory(config(student, teacher)).seen
     larger = config(student, teacher)
     larger.generator.inference_engine.engine_init_kwargs["kv_cache_memory_bytes"] = 2 * 2**30
-    assert "host 13.0 GiB of" in doctor.memory(larger).seen
-    assert doctor.memory(config(student, teacher)).problems == ()
-    monkeypatch.setattr(doctor, "available_memory", lambda: 7 * 2**30)
-    assert "Use fewer ranks" in doctor.memory(config(student, teacher)).problems[0]
-    assert doctor.memory(config("org/elsewhere", teacher)).problems == ()
+    assert "host 13.0 GiB of" in split.memory(larger).seen
+    assert split.memory(config(student, teacher)).problems == ()
+    monkeypatch.setattr(split, "available_memory", lambda: 7 * 2**30)
+    assert "Use fewer ranks" in split.memory(config(student, teacher)).problems[0]
+    assert split.memory(config("org/elsewhere", teacher)).problems == ()
 
 
 @pytest.mark.parametrize("word", ["verify", "timeline", "report", "doctor"])
@@ -138,12 +138,12 @@ def test_help_of_each_command(word):
     assert "--json" in done.stdout
 
 
-def test_train_refuses_a_run_whose_processes_do_not_fit_into_memory(tmp_path, monkeypatch):
+def test_train_refuses_a_run_whose_processes_do_not_fit_into_memory(tmp_path, monkeypatch, capsys):
     from skyrl_thundersync import entrypoint
-    from skyrl_thundersync.errors import ConfigError
 
     monkeypatch.setattr(sys, "argv", ["train", "+config=opd/quickstart", f"thundersync.run_dir={tmp_path / 'run'}"])
-    monkeypatch.setattr(doctor, "available_memory", lambda: 2**30)
-    with pytest.raises(ConfigError, match="of host memory together, 1.0 GiB are available"):
-        entrypoint._configured()
+    monkeypatch.setattr(split, "available_memory", lambda: 2**30)
+    with pytest.raises(SystemExit, match="2"):
+        entrypoint.main()
+    assert "of host memory together, 1.0 GiB are available" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

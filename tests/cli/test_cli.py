@@ -166,7 +166,7 @@ def test_a_dry_run_names_every_problem_and_fails(arguments, capsys, tmp_path):
     assert len(tokenizer) == len(AutoTokenizer.from_pretrained(other))
     code = dryrun.run([*arguments, f"thundersync.teacher.model={other}", "generator.batched=true"])
     out = capsys.readouterr().out
-    assert code == 1
+    assert code == 2
     assert "generator.batched=True is refused" in out
     assert "token id" in out
     assert "would not start" in out

@@ -7,7 +7,8 @@ from skyrl_thundersync import inputs
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.rollout.engine import engine_spec
 from skyrl_thundersync.rules import RULES
-from skyrl_thundersync.validate import option_problems, validate
+from skyrl_thundersync.run_checks import models, require_fit, tasks
+from skyrl_thundersync.validate import option_problems
 
 BAD = {
     "generator.step_wise_trajectories": True,
@@ -101,6 +102,10 @@ BAD = {
 }
 
 
+def input_problems(cfg) -> list[str]:
+    return [problem for checks in (models, tasks) for check in checks(cfg) for problem in check.problems]
+
+
 def set_option(cfg, option: str, value) -> None:
     block, _, name = option.rpartition(".")
     for part in block.split("."):
@@ -111,7 +116,7 @@ def set_option(cfg, option: str, value) -> None:
 
 def test_the_reference_configuration_is_accepted(config):
     assert option_problems(config) == []
-    validate(config)
+    require_fit(config)
 
 
 def test_there_is_a_case_for_every_rule():
@@ -131,7 +136,7 @@ def test_every_problem_is_reported_at_once(config):
     set_option(config, "generator.batched", True)
     set_option(config, "trainer.update_epochs_per_batch", 3)
     with pytest.raises(ConfigError) as refusal:
-        validate(config)
+        require_fit(config)
     assert "generator.batched" in str(refusal.value)
     assert "trainer.update_epochs_per_batch" in str(refusal.value)
 
@@ -150,19 +155,19 @@ def test_bfloat16_needs_a_tolerance_it_can_meet(config):
 
 def test_grpo_needs_no_teacher(config):
     config.thundersync.objective, config.thundersync.teacher.model = "grpo", None
-    validate(config)
+    require_fit(config)
 
 
 def test_skyrls_own_refusals_come_through(config):
     config.trainer.max_ckpts_to_keep = 0
     with pytest.raises(ConfigError, match="SkyRL's own validation.*max_ckpts_to_keep"):
-        validate(config)
+        require_fit(config)
 
 
 def test_a_missing_model_folder_is_refused(config, tmp_path):
     config.trainer.policy.model.path = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="trainer.policy.model.path=.*no such model folder"):
-        validate(config)
+        require_fit(config)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,7 @@ def test_an_incomplete_model_folder_is_refused(config, tmp_path, gone, says):
     for file in folder.glob(gone):
         file.unlink()
     config.thundersync.teacher.model = str(folder)
-    problems = inputs.input_problems(config)
+    problems = input_problems(config)
     assert len(problems) == 1
     assert says in problems[0]
     assert "thundersync.teacher.model" in problems[0]
@@ -184,9 +189,9 @@ def test_an_incomplete_model_folder_is_refused(config, tmp_path, gone, says):
 def test_a_context_longer_than_the_model_is_refused(config, tmp_path, option):
     """976 input tokens and 48 of a turn are 1,024: that many positions are enough, one less is not."""
     set_option(config, option, str(write_model(tmp_path / "enough", positions=1024)))
-    assert inputs.input_problems(config) == []
+    assert input_problems(config) == []
     set_option(config, option, str(write_model(tmp_path / "short", positions=1023)))
-    problems = inputs.input_problems(config)
+    problems = input_problems(config)
     assert len(problems) == 1
     assert option in problems[0]
     assert "976 + 48 = 1024" in problems[0]
@@ -195,16 +200,16 @@ def test_a_context_longer_than_the_model_is_refused(config, tmp_path, option):
 
 def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
     config.thundersync.teacher.model = str(write_model(tmp_path / "short", positions=1100))
-    assert inputs.input_problems(config) == []
+    assert input_problems(config) == []
     config.generator.eval_sampling_params.max_generate_length = 200
-    assert "generator.eval_sampling_params.max_generate_length = 976 + 200" in inputs.input_problems(config)[0]
+    assert "generator.eval_sampling_params.max_generate_length = 976 + 200" in input_problems(config)[0]
     config.trainer.eval_interval = -1
-    assert inputs.input_problems(config) == []
+    assert input_problems(config) == []
 
 
 def test_fewer_tasks_than_a_batch_are_refused(config, tmp_path):
     config.data.train_data = [str(write_tasks(tmp_path / "few.jsonl", *[{}] * 7))]
-    assert "7 tasks and trainer.train_batch_size=8" in inputs.input_problems(config)[0]
+    assert "7 tasks and trainer.train_batch_size=8" in input_problems(config)[0]
 
 
 def test_a_replica_without_gpus_takes_its_cache_by_vllms_name(config):
@@ -218,7 +223,7 @@ def test_a_replica_without_gpus_takes_its_cache_by_vllms_name(config):
 
 def test_a_context_longer_than_the_engine_is_refused(config):
     config.generator.inference_engine.engine_init_kwargs = {"max_model_len": 1000}
-    assert "max_model_len is 1000" in inputs.input_problems(config)[0]
+    assert "max_model_len is 1000" in input_problems(config)[0]
 
 
 def test_the_language_model_inside_a_multimodal_one_sets_the_limit():
@@ -231,10 +236,10 @@ def test_an_empty_dataset_is_refused(config, tmp_path):
     empty.write_text("\n")
     config.data.train_data = [str(empty)]
     with pytest.raises(ConfigError, match="data.train_data: .*empty.jsonl holds no tasks"):
-        validate(config)
+        require_fit(config)
     config.data.train_data = []
     with pytest.raises(ConfigError, match="nothing to train on"):
-        validate(config)
+        require_fit(config)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_an_empty_dataset_is_refused(config, tmp_path):
 )
 def test_a_bad_task_is_refused_with_its_line(config, tmp_path, change, says):
     config.data.train_data = [str(write_tasks(tmp_path / "tasks.jsonl", {}, change))]
-    problems = inputs.input_problems(config)
+    problems = input_problems(config)
     assert len(problems) == 1
     assert "line 2" in problems[0]
     assert says in problems[0]
@@ -268,7 +273,7 @@ def test_many_bad_tasks_are_summed_up(tmp_path):
 
 def test_a_missing_or_broken_task_file_is_refused(config, tmp_path):
     config.data.val_data = [str(tmp_path / "gone.jsonl")]
-    assert "no file" in inputs.input_problems(config)[0]
+    assert "no file" in input_problems(config)[0]
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{}\n{\n")
     problems = inputs.task_problems("data.val_data", str(broken), "gsm8k")
