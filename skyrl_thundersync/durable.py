@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 CHUNK = 1 << 22
+
+
+class NotWrittenError(OSError):
+    """Files that a process says to have written are not there as it says."""
 
 
 def sha256(path: Path) -> str:
@@ -35,19 +40,40 @@ def seal(path: Path) -> tuple[int, str]:
     return path.stat().st_size, sha256(path)
 
 
-def seal_all(
-    folder: Path, root: Path, known: Mapping[str, tuple[int, str]] = MappingProxyType({})
-) -> dict[str, tuple[int, str]]:
-    """`seal` every file under `folder`, by its path relative to `root`, but those `known`; folders are flushed too."""
-    sealed = dict(known)
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if path.is_dir():
-            flush(path)
-        elif name not in known:
-            sealed[name] = seal(path)
-    flush(folder)
+def seal_all(folder: Path, root: Path) -> dict[str, tuple[int, str]]:
+    """`seal` every file under `folder`, by its path relative to `root`, several at a time; folders are flushed too."""
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    sealed = dict(zip((path.relative_to(root).as_posix() for path in files), _at_once(seal, files), strict=True))
+    for path in (*(path for path in paths if path.is_dir()), folder):
+        flush(path)
     return sealed
+
+
+def seal_claimed(folder: Path, claimed: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+    """`seal_all` a folder that other processes wrote into, and nobody's word is taken for what is there.
+
+    claimed: {file: (bytes, sha256)} of what they say to have written. Raises NotWrittenError for what is missing or differs.
+    """
+    found = seal_all(folder, folder)
+    for name, (size, digest) in claimed.items():
+        if name not in found:
+            raise NotWrittenError(f"{name} is not in {folder}")
+        if found[name][0] != size:
+            raise NotWrittenError(f"{name} has {found[name][0]} bytes in {folder}, {size} were written")
+        if found[name][1] != digest:
+            raise NotWrittenError(f"{name} in {folder} holds other bytes than were written")
+    return found
+
+
+def sha256_all(paths: Iterable[Path]) -> list[str]:
+    """`sha256` of each, several at a time: hashing leaves the interpreter to others."""
+    return _at_once(sha256, paths)
+
+
+def _at_once(action: Callable[[Path], Any], paths: Iterable[Path]) -> list:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(action, paths))
 
 
 def replace_text(path: Path, text: str) -> None:

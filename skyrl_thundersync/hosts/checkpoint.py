@@ -16,7 +16,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_thundersync.durable import flush, replace_text, seal_all, sha256
+from skyrl_thundersync.durable import NotWrittenError, flush, replace_text, seal_claimed, sha256, sha256_all
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
@@ -54,12 +54,15 @@ def save(
 
     Args:
         needed_bytes: about what it takes on disk; with less free, and `margin` to leave, nothing is written.
-        write: fills the folder it is given; returns the manifest's own facts and {file: (bytes, sha256)} of the files that
-            it sealed already. All others are sealed here.
+        write: fills the folder it is given; returns the manifest's own facts and {file: (bytes, sha256)} of files that it,
+            or another process, says to have written.
         keep: how many checkpoints to keep, of updates up to this one; negative: all.
 
-    Returns the checkpoint's folder. Raises CheckpointError for too little space, and whatever `write` raises; the
-    checkpoints before it stay as they are.
+    Nobody's word is taken for what is on the disk: every file is flushed, read back and hashed here, and what was claimed
+    must be there as claimed, before the checkpoint gets its name, the pointer moves or an older one goes.
+
+    Returns the checkpoint's folder. Raises CheckpointError for too little space and for files that are not there whole, and
+    whatever `write` raises; the checkpoints before it stay as they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
@@ -74,16 +77,24 @@ def save(
     part = folder / f".{target.name}.part"
     part.mkdir()
     try:
-        facts, sealed = write(part)
+        facts, claimed = write(part)
+        files = seal_claimed(part, claimed)
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "written_by": package_version("skyrl_thundersync"),
             "global_step": step,
             **facts,
-            "files": seal_all(part, part, known=sealed),
+            "files": files,
         }
         replace_text(part / MANIFEST, json.dumps({**manifest, "digest": _digest(manifest)}, indent=1))
+        _manifest(part)
+    except NotWrittenError as error:
+        shutil.rmtree(part)
+        raise CheckpointError(
+            f"the checkpoint of update {step} is not whole: {error}. Does every process of the run see the same "
+            f"trainer.ckpt_path? Nothing was saved. {_newest(folder)}".rstrip()
+        ) from error
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -120,7 +131,7 @@ def choose(folder: Path, mode: str | None, resume_path: str | None) -> Path | No
     pointer = folder / POINTER
     if not pointer.is_file():
         return _whole_before(folder, None)
-    text = pointer.read_text(encoding="utf-8").strip()
+    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not text.isdigit():
         raise CheckpointError(f"{pointer} holds {text!r}, no update's number. {_offer(folder, None)}")
     return folder / f"{PREFIX}{text}"
@@ -189,6 +200,27 @@ def resume_problems(cfg: TrainConfig) -> list[str]:
 def _read(path: Path, hashes: bool) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}")
+    manifest = _manifest(path)
+    if manifest["global_step"] != step_of(path):
+        raise CheckpointError(f"checkpoint {path} is that of update {manifest['global_step']}, renamed")
+    for name, (size, _) in manifest["files"].items():
+        found = path / name
+        if not found.is_file():
+            raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
+        if found.stat().st_size != size:
+            raise CheckpointError(
+                f"checkpoint {path} is torn: {name} has {found.stat().st_size} bytes, {size} were written"
+            )
+    if hashes:
+        found = sha256_all(path / name for name in manifest["files"])
+        for (name, (_, digest)), now in zip(manifest["files"].items(), found, strict=True):
+            if now != digest:
+                raise CheckpointError(f"checkpoint {path} is torn: the bytes of {name} are not those written")
+    return manifest
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises CheckpointError where it is not whole, or not of this format."""
     file = path / MANIFEST
     if not file.is_file():
         if (path / "trainer_state.pt").is_file():
@@ -209,18 +241,6 @@ def _read(path: Path, hashes: bool) -> dict[str, Any]:
         )
     if manifest.pop("digest", None) != _digest(manifest):
         raise CheckpointError(f"checkpoint {path} is torn: {MANIFEST} does not match its own digest")
-    if manifest["global_step"] != step_of(path):
-        raise CheckpointError(f"checkpoint {path} is that of update {manifest['global_step']}, renamed")
-    for name, (size, digest) in manifest["files"].items():
-        found = path / name
-        if not found.is_file():
-            raise CheckpointError(f"checkpoint {path} is torn: {name} is missing")
-        if found.stat().st_size != size:
-            raise CheckpointError(
-                f"checkpoint {path} is torn: {name} has {found.stat().st_size} bytes, {size} were written"
-            )
-        if hashes and sha256(found) != digest:
-            raise CheckpointError(f"checkpoint {path} is torn: the bytes of {name} are not those written")
     return manifest
 
 

@@ -23,6 +23,7 @@ from skyrl.train.utils.utils import prepare_runtime_environment
 from skyrl_thundersync.checks import Check, require
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.display import Display
+from skyrl_thundersync.durable import seal_claimed
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
@@ -227,8 +228,8 @@ class Cluster:
         shutil.rmtree(folder)
 
     def save_model(self, folder: Path) -> None:
-        """The student (or, with LoRA, the adapter) in Hugging Face format."""
-        ray.get(self._learners.actors[0].save_weights.remote(str(folder)))
+        """The student (or, with LoRA, the adapter) in Hugging Face format. Raises NotWrittenError when it is not there."""
+        seal_claimed(folder, ray.get(self._learners.actors[0].export.remote(str(folder))))
         self.saved = folder
 
     def checkpoint_bytes(self) -> int:

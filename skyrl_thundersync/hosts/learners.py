@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from skyrl_thundersync.config import TrainConfig
+from skyrl_thundersync.durable import NotWrittenError
 from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
@@ -111,11 +112,11 @@ class Learners:
     def begin_finish(self) -> None:
         """The batch is about to be finished: what was kept for it is no longer needed.
 
-        Raises OSError when a copy could not be written: the next restart would find none.
+        Raises OSError when a copy could not be written, or is not there: the next restart would find none.
         """
         if self._copies is not None:
             folder, copies = self._copies
-            ray.get(copies)
+            require_kept(folder, ray.get(copies))
             self._copies = None
             for old in self._kept.glob("version_*"):
                 if old != folder:
@@ -150,6 +151,7 @@ class Learners:
                 saved = await asyncio.gather(*copies)
             except RayActorError:  # it died before its copy was whole
                 raise error from None
+            require_kept(folder, saved)
             self._restarts += 1
             self._generation += 1
             self._say(f"[yellow]learner rank {rank} died; all ranks start again where the update is[/yellow]")
@@ -210,6 +212,16 @@ class Learners:
             )
             for rank in range(self._world)
         ]
+
+
+def require_kept(folder: Path, saved: list[dict[str, Any]]) -> None:
+    """Every rank's copy is in `folder`, as long as the rank (`keep_rank`) says. Raises NotWrittenError."""
+    for shard in saved:
+        path = folder / shard["file"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard["bytes"]:
+            there = "is not there" if size is None else f"has {size} bytes, {shard['bytes']} were written"
+            raise NotWrittenError(f"the copy that a restart needs is not whole: {path} {there}")
 
 
 class Journal:

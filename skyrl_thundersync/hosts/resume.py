@@ -24,6 +24,7 @@ from skyrl_thundersync.hosts.checkpoint import (
 )
 from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
+from skyrl_thundersync.learner.checkpoint import shard_name
 
 
 class NothingLeftError(Exception):
@@ -85,7 +86,7 @@ class Checkpoints:
             "run": self._run_facts(),
             "optimizer": {"ranks": len(ranks), **{key: ranks[0][key] for key in ("steps", "shard_size", "places")}},
         }
-        return facts, {name: sealed for rank in ranks for name, sealed in rank["files"].items()}
+        return facts, files_of(ranks)
 
     def load(self, loader, total_steps: int) -> tuple[int, Path | None, Any]:
         """Resume as `trainer.resume_mode` says.
@@ -116,3 +117,15 @@ class Checkpoints:
         if self._facts is None:
             self._facts = {**run_facts(self._cfg), **self._cluster.describe_learners()}
         return self._facts
+
+
+def files_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[int, str]]:
+    """{file: (bytes, sha256)} of what the ranks say to have written (`save_rank`), in rank order.
+
+    Raises CheckpointError when a part that a resume needs is in nobody's list.
+    """
+    files = {name: sealed for rank in ranks for name, sealed in rank["files"].items()}
+    needed = [shard_name(rank, len(ranks)) for rank in range(len(ranks))]
+    if missing := [name for name in needed if name not in files]:
+        raise CheckpointError(f"no rank wrote {', '.join(missing)}: nothing saved")
+    return files

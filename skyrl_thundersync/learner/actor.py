@@ -4,7 +4,7 @@ import ctypes
 import os
 
 from skyrl_thundersync.heartbeat import at, doing
-from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, keep_rank, load_rank, save_rank
+from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, export, keep_rank, load_rank, save_rank
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.stream.ledger import work_name
@@ -52,6 +52,10 @@ class LearnerActor(LearnerRank):
         """learner/checkpoint.py says what these take and return."""
         with doing("writing a checkpoint"):
             return save_rank(self, folder)
+
+    def export(self, folder: str) -> dict:
+        with doing("writing the model"):
+            return export(self, folder)
 
     def keep(self, folder: str) -> dict:
         with doing("keeping its shard"):

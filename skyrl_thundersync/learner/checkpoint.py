@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from skyrl_thundersync.durable import seal, seal_all
+from skyrl_thundersync.durable import flush, seal, seal_all
 from skyrl_thundersync.learner.accumulate import trainable
 from skyrl_thundersync.learner.rank import LearnerRank
 
@@ -54,27 +54,37 @@ def save_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
 
     Raises RuntimeError when parameters changed since the last publication, OSError when the disk does not take it.
     """
-    root, name = Path(folder), shard_name(rank.spec.rank, rank.spec.world_size)
-    shard = keep_rank(rank, folder)
-    files = {name: seal(root / name)}
+    root, shard = Path(folder), keep_rank(rank, folder)
+    files = {shard["file"]: seal(root / shard["file"])}
     if rank.spec.rank == 0:
         rank.save_weights(str(root / STUDENT))
         files |= seal_all(root / STUDENT, root)
     return {**shard, "files": files}
 
 
+def export(rank: LearnerRank, folder: str) -> dict[str, tuple[int, str]]:
+    """Write the student (or adapter) in Hugging Face format in place of `folder`, flushed; {file: (bytes, sha256)}."""
+    root = Path(folder)
+    rank.save_weights(folder)
+    files = seal_all(root, root)
+    flush(root.parent)
+    return files
+
+
 def keep_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
     """Write this rank's shard under `folder`, not flushed: it survives the process, not the machine.
 
-    Returns and raises as `save_rank`, without files.
+    Returns and raises as `save_rank`, with file (its name under `folder`) and bytes in place of files.
     """
     rank.require_frozen()
     optimizer = rank.optimizer
-    path = Path(folder) / shard_name(rank.spec.rank, rank.spec.world_size)
+    name = shard_name(rank.spec.rank, rank.spec.world_size)
+    path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(dict(zip(KEYS, optimizer.shard_state(), strict=True)), path)
     places = [[name, offset] for name, _, offset in optimizer.layout.places]
-    return {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size}
+    layout = {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size}
+    return {**layout, "file": name, "bytes": path.stat().st_size}
 
 
 def load_rank(rank: LearnerRank, folder: str, saved: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from skyrl_thundersync.durable import NotWrittenError, seal
 from skyrl_thundersync.hosts.checkpoint import (
     MANIFEST,
     POINTER,
@@ -25,6 +26,8 @@ from skyrl_thundersync.hosts.checkpoint import (
     steps,
 )
 from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
+from skyrl_thundersync.hosts.learners import require_kept
+from skyrl_thundersync.hosts.resume import files_of
 
 SIZE = 1 << 20
 
@@ -192,6 +195,56 @@ def test_a_write_that_fails_or_cannot_fit_leaves_the_checkpoints_before_it(tmp_p
         save(tmp_path, 4, 1 << 60, writer(4), margin=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", POINTER]
     assert read(choose(tmp_path, "latest", None), hashes=True)["global_step"] == 2
+
+
+LIES = {
+    "absent": (lambda part, name: (part / name).unlink(), "is not in"),
+    "short": (lambda part, name: truncate(part), f"has {SIZE - 1} bytes in"),
+    "other bytes": (lambda part, name: flip(part), "holds other bytes than were written"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_rank_says_to_have_written_must_be_there_before_anything_older_goes(tmp_path, lie):
+    """As when a rank's disk is another one than the driver's, or loses what it took."""
+    put(tmp_path, 2, 4)
+    hurt, message = LIES[lie]
+    name = "optimizer/a.bin"
+
+    def write(folder: Path):
+        facts, _ = writer(6)(folder)
+        claimed = {name: seal(folder / name)}
+        hurt(folder, name)
+        return facts, claimed
+
+    for step in (6, 8, 10):
+        with pytest.raises(
+            CheckpointError, match=f"update {step} is not whole: {name} (.*){message}(.|\n)*global_step_4"
+        ):
+            save(tmp_path, step, SIZE, write, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "global_step_4", POINTER]
+    assert read(choose(tmp_path, "latest", None), hashes=True)["global_step"] == 4
+
+
+def test_a_shard_that_no_rank_lists_is_missed():
+    ranks = [{"files": {"optimizer/rank-0-of-2.safetensors": (1, "x"), "student/config.json": (1, "y")}}, {"files": {}}]
+    with pytest.raises(CheckpointError, match="no rank wrote optimizer/rank-1-of-2.safetensors"):
+        files_of(ranks)
+    ranks[1]["files"] = {"optimizer/rank-1-of-2.safetensors": (2, "z")}
+    assert len(files_of(ranks)) == 3
+
+
+def test_a_copy_for_a_restart_that_is_not_there_is_not_relied_on(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    shards = [{"file": f"optimizer/{rank}", "bytes": 3} for rank in range(2)]
+    (tmp_path / "optimizer" / "0").write_bytes(b"abc")
+    with pytest.raises(NotWrittenError, match="optimizer/1 is not there"):
+        require_kept(tmp_path, shards)
+    (tmp_path / "optimizer" / "1").write_bytes(b"ab")
+    with pytest.raises(NotWrittenError, match="optimizer/1 has 2 bytes, 3 were written"):
+        require_kept(tmp_path, shards)
+    (tmp_path / "optimizer" / "1").write_bytes(b"abc")
+    require_kept(tmp_path, shards)
 
 
 @pytest.fixture(scope="module")
