@@ -9,16 +9,14 @@ past's gradient straight to the segment that owns those keys: the adjoint of its
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-NAME = "thundersync_cut"
-"""What this attention is called in `config._attn_implementation`."""
-
+from skyrl_thundersync.learner.kernels import KERNELS, Kernel
 
 SPAN = 4096
 """Keys of an in-line past met per kernel call; bounds the scores that the explicit route forms."""
@@ -33,66 +31,6 @@ class Past(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     deposit: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class Kernel(NamedTuple):
-    """A flash-style attention: forward(q, k, v, causal, scale) → (out, lse); backward(grad, q, k, v, out, lse, causal,
-    scale) → (dq, dk, dv). q [1, H, n, D], k and v [1, H, p, D], lse [1, H, n]; causal wants p = n."""
-
-    forward: Callable
-    backward: Callable
-
-
-def _cpu_forward(q, k, v, causal, scale):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-
-
-def _cpu_backward(grad, q, k, v, out, lse, causal, scale):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
-
-
-def _plain_scores(q, k, causal, scale):
-    scores = torch.matmul(q.to(_wide(q)), k.to(_wide(k)).transpose(-1, -2)) * scale
-    if causal:
-        n = q.shape[-2]
-        scores.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    return scores
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _plain_forward(q, k, v, causal, scale):
-    scores = _plain_scores(q, k, causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    return torch.matmul((scores - lse[..., None]).exp(), v.to(_wide(v))).to(q.dtype), lse
-
-
-def _plain_backward(grad, q, k, v, out, lse, causal, scale):
-    wide = _wide(q)
-    p = (_plain_scores(q, k, causal, scale) - lse[..., None]).exp()
-    grad, out = grad.to(wide), out.to(wide)
-    ds = p * (torch.matmul(grad, v.to(wide).transpose(-1, -2)) - (grad * out).sum(-1, keepdim=True)) * scale
-    dq, dk = torch.matmul(ds, k.to(wide)), torch.matmul(ds.transpose(-1, -2), q.to(wide))
-    return dq.to(q.dtype), dk.to(k.dtype), torch.matmul(p.transpose(-1, -2), grad).to(v.dtype)
-
-
-CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
-PLAIN = Kernel(_plain_forward, _plain_backward)
-
-
-def kernel_for(device: str, dtype: torch.dtype) -> Kernel:
-    """The kernel by rule: PyTorch's CPU flash attention takes FP64, FP32, BF16 and FP16; elsewhere explicit matmuls.
-
-    Not run on a GPU yet. There the explicit route is exact but forms [n, p] scores per segment and layer; segments without
-    a past do not come here (see `cut_attention`).
-    """
-    if device == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return CPU_FLASH
-    return PLAIN
 
 
 def _spread(x: torch.Tensor, r: int) -> torch.Tensor:
@@ -120,10 +58,9 @@ class SplitCausal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, pasts):
+    def forward(ctx, q, k, v, scale, pasts, kernel):
         groups, n = k.shape[1], q.shape[2]
         inside, r = k.shape[2] - n, q.shape[1] // groups
-        kernel = kernel_for(q.device.type, q.dtype)
         out, lse = kernel.forward(q, _spread(k[:, :, inside:], r), _spread(v[:, :, inside:], r), True, scale)
         parts = [(past.keys, past.values) for past in pasts] + _spans(k, v, inside)
         if parts:
@@ -170,32 +107,13 @@ class SplitCausal(torch.autograd.Function):
                 dvs.append(dv_p)
             dk, dv = torch.cat([*dks, dk], 2), torch.cat([*dvs, dv], 2)
             dq = dq.to(q.dtype)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
-_pasts: dict[int, tuple[Past, ...]] | None = None
-
-
-@contextmanager
-def attending(pasts: dict[int, tuple[Past, ...]]):
-    """Within it, attention layer `i` also sees `pasts[i]`. One forward at a time per process.
-
-    Raises RuntimeError at the end when a layer with a past never asked for it: that model routes attention elsewhere, and its
-    result would be wrong.
-    """
-    global _pasts
-    outer, _pasts = _pasts, dict(pasts)
-    try:
-        yield
-        left = sorted(_pasts)
-    finally:
-        _pasts = outer
-    if left:
-        raise RuntimeError(f"attention layers {left} did not go through the cut attention: this model is not supported")
-
-
-def cut_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+def cut_attention(kernel: Kernel, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """Transformers' attention seam. query [1, H, n, D], key [1, G, p + n, D], value [1, G, p + n, Dv] → [1, n, H, Dv].
+
+    What lies before `key` comes with it: `key.cut.pasts`, where the layer's cache left it (cut_state.py).
 
     Raises NotImplementedError for attention sinks, logit soft-capping, sliding windows, dropout and batches.
     """
@@ -205,17 +123,12 @@ def cut_attention(module, query, key, value, attention_mask, scaling=None, dropo
             f"{type(module).__name__}: cut attention takes one sequence without mask or dropout; got batch "
             f"{query.shape[0]}, dropout {dropout}, mask {attention_mask is not None}, {', '.join(extras) or 'no extras'}"
         )
-    pasts = () if _pasts is None else _pasts.pop(module.layer_idx, ())
+    pasts = vars(key).pop("cut").meet() if hasattr(key, "cut") else ()
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     narrow = query.shape[-1] - value.shape[-1]  # MLA: values are narrower than keys; zero columns change nothing
     if narrow:
         value = torch.nn.functional.pad(value, (0, narrow))
-    if query.is_cuda and not pasts and key.shape[2] == query.shape[2]:  # not run on a GPU yet
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    else:
-        out = SplitCausal.apply(query.contiguous(), key, value, scale, pasts)
+    out = SplitCausal.apply(query.contiguous(), key, value, scale, pasts, kernel)
     if narrow:
         out = out[..., :-narrow]
     return out.transpose(1, 2).contiguous(), None
@@ -225,5 +138,14 @@ def _no_mask(*args, **kwargs):
     return None
 
 
-AttentionInterface.register(NAME, cut_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+def implementation(kernel: str) -> str:
+    """What cut attention by `kernel` (a name of `kernels.KERNELS`) is called in `config._attn_implementation`.
+
+    Transformers takes any name with "flash" in it for one of its own.
+    """
+    return f"thundersync_cut_{kernel}"
+
+
+for _name, _kernel in KERNELS.items():
+    AttentionInterface.register(implementation(_name), partial(cut_attention, _kernel))
+    AttentionMaskInterface.register(implementation(_name), _no_mask)

@@ -15,6 +15,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from skyrl_thundersync.learner.attention import Past
+
 ATTENTION, LATENT, GATED_DELTA = "attention", "latent attention", "gated-delta linear attention"
 
 
@@ -58,15 +60,25 @@ class CutAttention(DynamicLayer):
     """One attention layer during one segment's forward.
 
     `length`: tokens before this segment. `past`: None, or for MLA the concatenated earlier latents as leaves
-    ([1, 1, length, ·] each). `own`: afterwards what this segment produced, [keys, values] or [latent, rope key].
+    ([1, 1, length, ·] each). `pasts`: what attention meets besides (attention.py). `own`: afterwards what this segment
+    produced, [keys, values] or [latent, rope key].
     """
 
-    def __init__(self, length: int, past: list[torch.Tensor] | None):
+    def __init__(self, length: int, past: list[torch.Tensor] | None, pasts: tuple[Past, ...] = ()):
         super().__init__()
-        self.length, self.past, self.own, self.is_initialized = length, past, None, True
+        self.length, self.past, self.pasts, self.own, self.is_initialized = length, past, pasts, None, True
+        self.met = not pasts
+
+    def meet(self) -> tuple[Past, ...]:
+        """What attention asks for when it gets this layer's keys."""
+        self.met = True
+        return self.pasts
 
     def update(self, key_states, value_states, *args, **kwargs):
-        self.own = [key_states, value_states]
+        if self.own is None:  # else a layer runs again in its backward
+            self.own = [key_states, value_states]
+        if self.pasts:
+            key_states.cut = self  # taken off again where it is met: it would keep itself alive
         if self.past is None:
             return key_states, value_states
         return torch.cat([self.past[0], key_states], -2), torch.cat([self.past[1], value_states], -2)
@@ -103,18 +115,33 @@ class CutGatedDelta(LinearAttentionLayer):
             full = torch.cat([self.past[0], conv_states], -1)
         else:
             full = torch.nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
-        self.own[0] = full[..., -width:]
+        if self.own[0] is None:  # else a layer runs again in its backward
+            self.own[0] = full[..., -width:]
         return full
 
     def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):
-        self.own[1] = recurrent_states
+        if self.own[1] is None:
+            self.own[1] = recurrent_states
         return recurrent_states
 
 
-def cut_cache(kinds: tuple[str, ...], length: int, pasts: list[list[torch.Tensor] | None]) -> Cache:
-    """The cache of one segment's forward after `length` tokens; `pasts[i]`: what layer i's class above asks for."""
+def cut_cache(
+    kinds: tuple[str, ...],
+    length: int,
+    leaves: list[list[torch.Tensor] | None],
+    pasts: dict[int, tuple[Past, ...]],
+) -> Cache:
+    """The cache of one segment's forward after `length` tokens; `leaves[i]`, `pasts[i]`: what layer i's class asks for."""
     layers = [
-        CutGatedDelta(past) if kind == GATED_DELTA else CutAttention(length, past)
-        for kind, past in zip(kinds, pasts, strict=True)
+        CutGatedDelta(past) if kind == GATED_DELTA else CutAttention(length, past, pasts.get(index, ()))
+        for index, (kind, past) in enumerate(zip(kinds, leaves, strict=True))
     ]
     return Cache(layers=layers)
+
+
+def require_met(cache: Cache) -> None:
+    """After a forward. Raises RuntimeError when a layer with a past never asked for it: that model routes attention
+    elsewhere, and its result would be wrong."""
+    left = [index for index, layer in enumerate(cache.layers) if not getattr(layer, "met", True)]
+    if left:
+        raise RuntimeError(f"attention layers {left} did not go through the cut attention: this model is not supported")

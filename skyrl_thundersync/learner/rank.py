@@ -98,7 +98,7 @@ class LearnerRank:
         layer_kinds(AutoConfig.from_pretrained(spec.model_path))
         if spec.device == "cpu":
             torch.set_num_threads(learner.threads)
-        self.model = load_student(spec)
+        self.model, self.kernel = load_student(spec)
         exact = learner.accumulator == "exact"
         self.optimizer = None
         if spec.optimizer is not None:
@@ -240,13 +240,15 @@ class LearnerRank:
         return self.accumulator.gradient()
 
     def stats(self) -> dict:
-        """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (learner/student.py)."""
+        """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (learner/student.py),
+        kernel: the attention's, and why it was chosen."""
         cuda = self.segments.device.type == "cuda"
         return {
             "busy_seconds": self.busy_seconds,
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "cut_gap": self.cut_gap,
+            "kernel": f"{self.kernel.name} ({self.kernel.why})",
         }
 
     def require_frozen(self) -> None:

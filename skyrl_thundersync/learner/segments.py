@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_thundersync.learner.attention import Past, attending
-from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds
+from skyrl_thundersync.learner.attention import Past
+from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds, require_met
 from skyrl_thundersync.learner.fixed_point import from_fixed
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.learner.state_budget import StateBudget
@@ -126,7 +126,7 @@ class SegmentModel:
     """The student seen segment by segment.
 
     Args:
-        causal_lm: a Transformers causal LM whose attention implementation is `attention.NAME`, in eval mode.
+        causal_lm: a Transformers causal LM whose attention is one of `attention.implementation`, in eval mode.
         states: where cut states and adjoints lie; by default all on the model's device.
 
     Raises NotImplementedError (from `layer_kinds`) for models whose segments cannot be cut exactly.
@@ -171,12 +171,13 @@ class SegmentModel:
                 leaves.append([t.requires_grad_(grad) for t in joined])
             else:
                 leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.adjoint.state[layer]])
-        cache = cut_cache(self.kinds, segment.start, leaves)
+        cache = cut_cache(self.kinds, segment.start, leaves, pasts)
         positions = torch.arange(segment.start, segment.end, device=self.device)[None]
-        with torch.set_grad_enabled(grad), attending(pasts), self.precision():
+        with torch.set_grad_enabled(grad), self.precision():
             hidden = self.body(
                 input_ids=segment.ids_1n, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state
+        require_met(cache)
         own = [layer.own for layer in cache.layers]
         if not segment.run:
             self._keep(segment, [[t.detach() for t in pair] for pair in own])

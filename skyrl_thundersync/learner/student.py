@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_thundersync.learner import attention
 from skyrl_thundersync.learner.accumulate import trainable
+from skyrl_thundersync.learner.attention import implementation
+from skyrl_thundersync.learner.kernel_choice import Choice, choose
 from skyrl_thundersync.learner.segments import SegmentModel
 
 if TYPE_CHECKING:
@@ -24,21 +25,22 @@ if TYPE_CHECKING:
 STOCK_ATTENTION = "sdpa"
 
 
-def load_student(spec: RankSpec) -> torch.nn.Module:
-    """The student in eval mode with cut attention; with LoRA the adapter alone is trainable."""
+def load_student(spec: RankSpec) -> tuple[torch.nn.Module, Choice]:
+    """The student in eval mode with cut attention, and by which kernel; with LoRA the adapter alone is trainable."""
     dtype = getattr(torch, spec.learner.dtype, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"thundersync.learner.dtype={spec.learner.dtype!r}; known are bfloat16, float32 (float64 in tests)"
         )
+    kernel = choose(AutoConfig.from_pretrained(spec.model_path), spec.device, dtype)
     # grouped expert kernels take no FP64
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     model = AutoModelForCausalLM.from_pretrained(
-        spec.model_path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, **experts
+        spec.model_path, dtype=dtype, attn_implementation=implementation(kernel.name), local_files_only=True, **experts
     )
     model = model.to(spec.device).eval()
     if spec.lora is None:
-        return model.requires_grad_(True)
+        return model.requires_grad_(True), kernel
     from peft import LoraConfig, get_peft_model  # slow to import, and only adapters need it
 
     torch.manual_seed(0)  # every rank starts from the same adapter
@@ -49,7 +51,7 @@ def load_student(spec: RankSpec) -> torch.nn.Module:
         target_modules=spec.lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+    return get_peft_model(model, config, autocast_adapter_dtype=False).eval(), kernel
 
 
 def stock_logps(
@@ -66,11 +68,12 @@ def stock_logps(
 @contextmanager
 def _stock_attention(causal_lm: torch.nn.Module) -> Iterator[None]:
     """Within it the model attends as Transformers ships it."""
+    own = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation(STOCK_ATTENTION)
     try:
         yield
     finally:
-        causal_lm.set_attn_implementation(attention.NAME)
+        causal_lm.set_attn_implementation(own)
 
 
 def checksum(model: torch.nn.Module) -> tuple[int, ...]:
