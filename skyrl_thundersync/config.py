@@ -99,7 +99,9 @@ class SandboxConfig(BaseConfig):
 class OutcomesConfig(BaseConfig):
     """What becomes of a training trajectory that did not come to its own end: "trained" (with the reward that grading gave),
     "zero" (reward 0), "masked" (GRPO only: no part in baseline or gradient), "retried", or "stop" (the run ends). What was
-    released to the learner is not taken back, so only what fails before the first turn can be retried."""
+    released to the learner is not taken back, so only what fails before the first turn can be retried. Under OPD the reward
+    is reported, not learned from: a trajectory may be swept before it is graded, and "zero" and "trained" give the same
+    gradient."""
 
     start_failed: str = "retried"
     """Its sandbox did not start, or its files did not get there: "retried" or "stop"."""

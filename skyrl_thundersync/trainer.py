@@ -1,7 +1,7 @@
 """One update of ThunderSyncRL, top to bottom (PAPER.md, Algorithm 1; DESIGN.md §2).
 
     rollouts run ── each sampled turn ─▶ scored by the frozen teacher ─▶ ready ─▶ learner rank: forward, keep cut state
-                 └─ trajectory closes ─▶ sweep its segments ── group closes ─▶ sweep the shared prompt
+                 └─ last turn known ─▶ sweep its segments ── group so ─▶ sweep the shared prompt
     the last group is swept ─▶ finish: reduce, ÷ N_k, clip, ONE optimizer step ─▶ publish k+1 ─▶ all replicas acknowledge
 
 Every forward and backward of update k uses θ_k, and nothing of update k+1 starts before the acknowledgements: the
@@ -116,6 +116,7 @@ class Update:
         self._ranks, self._teacher, self._record = ranks, teacher, record
         self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
         self._reward_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
+        self._needs_rewards = statistics_cap is not None
         self._placement = Placement(len(ranks), growing=schedule == "thundersync")
         self._queue = ReadyQueue(len(ranks), cap, state_bytes, now)
         self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
@@ -156,22 +157,32 @@ class Update:
         self.ledger.sampled(source)
         self._turns[source.trajectory].put_nowait(source)
 
+    def on_last_turn(self, trajectory: TrajectoryId) -> None:
+        """Its newest turn is its last, though the host is not done with it: a command runs, its grading is to come.
+
+        Where no reward is waited for, the trajectory is swept now; it must still close. May come late, or more than once.
+        """
+        if not self._needs_rewards and self.ledger.ended(trajectory):
+            self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
+
     def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None:
-        """No turn can follow. `host_scored`: the host's own count of scored tokens, checked against the stream's."""
+        """The host is done with it. `host_scored`: its own count of scored tokens, checked against the stream's."""
+        if self.ledger.ended(trajectory):
+            self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
         self.ledger.closed(trajectory, host_scored)
-        self._rewards[trajectory] = reward
-        self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
+        if self._needs_rewards:
+            self._rewards[trajectory] = reward
 
     async def _follow(self, trajectory: TrajectoryId) -> None:
-        """Make a trajectory's turns ready one after the other, then its close, then its group's."""
+        """Make a trajectory's turns ready one after the other, then its close, then its group's; free the teacher's cache."""
         while (source := await self._turns[trajectory].get()) is not _NO_MORE_TURNS:
             scores = await self._teacher.score(source) if self._teacher else None
             self._ready(Append(source, scores))
-        if self._teacher:
-            await self._teacher.close(trajectory)
-        self._ready(CloseTrajectory(trajectory, self._rewards[trajectory]))
+        self._ready(CloseTrajectory(trajectory, self._rewards.get(trajectory)))
         if self.ledger.group_swept(trajectory.group):
             self._ready(CloseGroup(trajectory.group))
+        if self._teacher:  # beside the sweep: a replica may answer only after all that it was asked to score
+            await self._teacher.close(trajectory)
 
     def _ready(self, work: Work) -> None:
         self.ledger.released(work)

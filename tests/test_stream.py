@@ -39,9 +39,12 @@ A0 = TrajectoryId("a", 0)
         ([("sampled", source(group="b"))], "not registered"),
         ([("sampled", source(turn=1))], "turn 0 was expected"),
         ([("sampled", source()), ("sampled", source())], "turn 1 was expected"),
-        ([("closed", A0), ("sampled", source())], "after its trajectory had closed"),
+        ([("closed", A0), ("sampled", source())], "after the last turn of its trajectory"),
+        ([("ended", A0), ("sampled", source())], "after the last turn of its trajectory"),
+        ([("ended", TrajectoryId("b", 0))], "not registered"),
         ([("closed", A0), ("closed", A0)], "closed twice"),
-        ([("released", CloseTrajectory(A0, None))], "before its trajectory closed"),
+        ([("sampled", source()), ("ended", A0), ("closed", A0, 1)], "the host's loss mask holds 1"),
+        ([("released", CloseTrajectory(A0, None))], "before the last turn of its trajectory"),
         ([("released", CloseGroup("a"))], "before all its trajectories"),
         ([("acknowledged", Append(source(), None))], "not given"),
         ([("sampled", source()), ("closed", A0, 1)], "2 scored tokens were streamed, the host's loss mask holds 1"),
@@ -57,6 +60,9 @@ def test_events_that_break_the_bookkeeping_are_refused(events, message):
 def test_a_batch_finishes_only_when_everything_closed_and_was_acknowledged():
     ledger = Ledger(3, {"a": 1})
     ledger.sampled(source())
+    with pytest.raises(LedgerError, match="1 trajectories are still open: a_0"):
+        ledger.require_complete()
+    assert ledger.ended(TrajectoryId("a", 0)) and not ledger.ended(TrajectoryId("a", 0))
     with pytest.raises(LedgerError, match="1 trajectories are still open: a_0"):
         ledger.require_complete()
     ledger.closed(TrajectoryId("a", 0), 2)

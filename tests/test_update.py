@@ -133,6 +133,115 @@ def test_a_rank_that_fails_ends_the_update():
     assert "the learner rank died" in str(leaf(caught.value))
 
 
+def one_trajectory(teacher, **options):
+    """An update of one trajectory; a rank and an event that is set when the trajectory's sweep reached it."""
+    rank, swept = Rank(random.Random(0)), asyncio.Event()
+    update = Update(7, {"a": 1}, [rank], teacher, "thundersync", **options)
+    do = rank.run
+
+    async def run(work):
+        done = await do(work)
+        if any(isinstance(w, CloseTrajectory) for w in work):
+            swept.set()
+        return done
+
+    rank.run = run
+    return update, rank, swept
+
+
+A0 = TrajectoryId("a", 0)
+
+
+def turn(index):
+    return Source(A0, index, 0, (1,), (2,), (1,), (0.0,), "stop", 7)
+
+
+def test_a_trajectory_is_swept_while_the_teacher_frees_its_cache_and_the_update_waits_for_both():
+    freed = []
+
+    class Slow(Teacher):
+        async def close(self, trajectory):
+            await swept.wait()  # as behind requests that come after the sweep
+            await asyncio.sleep(0.01)
+            freed.append(trajectory)
+
+    async def main():
+        nonlocal swept
+        update, rank, swept = one_trajectory(Slow(random.Random(0)))
+        await update.run(rollouts(update, random.Random(0), {A0: 2}))
+        assert freed == [A0]
+
+    swept = None
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_teacher_that_fails_to_free_a_cache_ends_the_update():
+    class Broken(Teacher):
+        async def close(self, trajectory):
+            raise ConnectionError("the teacher kept its cache")
+
+    update, _, _ = one_trajectory(Broken(random.Random(0)))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(update, random.Random(0), {A0: 2})
+    assert "the teacher kept its cache" in str(leaf(caught.value))
+
+
+def test_what_needs_no_reward_is_swept_while_its_last_turn_is_graded():
+    async def main():
+        update, rank, swept = one_trajectory(Teacher(random.Random(0)))
+
+        async def graded_after_its_sweep():
+            update.on_turn(turn(0))
+            update.on_turn(turn(1))
+            update.on_last_turn(A0)
+            await swept.wait()
+            assert update.clock.rollouts_ended is None
+            update.on_trajectory_closed(A0, 1.0, 2)
+            update.on_last_turn(A0)  # said late, or again
+
+        await update.run(graded_after_its_sweep())
+        assert [work_name(work) for work in rank.seen][-2:] == ["close of trajectory a_0", "close of group a"]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_needs_its_reward_is_swept_after_its_grading():
+    async def main():
+        update, rank, swept = one_trajectory(None, statistics_cap=1)
+
+        async def graded():
+            update.on_turn(turn(0))
+            update.on_last_turn(A0)
+            await asyncio.sleep(0.02)
+            assert not swept.is_set()
+            update.on_trajectory_closed(A0, 0.5, 1)
+
+        await update.run(graded())
+        assert [work.reward for work in rank.seen if isinstance(work, CloseTrajectory)] == [0.5]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize(("scored", "message"), [(None, "a_0"), (1, "the host's loss mask holds 1")])
+def test_a_swept_trajectory_that_is_not_graded_or_was_counted_otherwise_ends_the_update(scored, message):
+    async def main():
+        update, _, swept = one_trajectory(Teacher(random.Random(0)))
+
+        async def ends():
+            update.on_turn(turn(0))
+            update.on_turn(turn(1))
+            update.on_last_turn(A0)
+            await swept.wait()
+            if scored is not None:
+                update.on_trajectory_closed(A0, 1.0, scored)
+
+        await update.run(ends())
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    assert isinstance(leaf(caught.value), LedgerError) and message in str(leaf(caught.value))
+
+
 def test_a_trajectory_that_never_closes_is_named():
     update, _, rng, turns = make(5, schedule="thundersync", teacher=False)
 

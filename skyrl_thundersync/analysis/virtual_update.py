@@ -153,6 +153,7 @@ class DirectUpdate:
         self._gate = ReleaseGate(policy.schedule, self.ledger.group_tokens)
         cap = policy.statistics_cap
         self._reward_gate = None if cap is None else RewardGate(cap, rollouts.groups)
+        self._needs_rewards = cap is not None
         self._placement = placement or Placement(machine.ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(machine.ranks, policy.cap)
         self._turns: dict[TrajectoryId, list[Source | None]] = {t: [] for t in self.ledger.trajectories}
@@ -171,9 +172,19 @@ class DirectUpdate:
         if len(turns) == 1:
             self._teachers.submit(source, self._scored, turns)
 
+    def on_last_turn(self, trajectory: TrajectoryId) -> None:
+        if not self._needs_rewards and self.ledger.ended(trajectory):
+            self._no_more_turns(trajectory)
+
     def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None:
+        if self._needs_rewards:
+            self._rewards[trajectory] = reward
+        news = self.ledger.ended(trajectory)
         self.ledger.closed(trajectory, host_scored)
-        self._rewards[trajectory] = reward
+        if news:
+            self._no_more_turns(trajectory)
+
+    def _no_more_turns(self, trajectory: TrajectoryId) -> None:
         turns = self._turns[trajectory]
         if turns:
             turns.append(None)
@@ -212,7 +223,7 @@ class DirectUpdate:
             self._teachers.submit(turns[0], self._scored, turns)
 
     def _swept(self, trajectory: TrajectoryId) -> None:
-        self._ready(CloseTrajectory(trajectory, self._rewards[trajectory]))
+        self._ready(CloseTrajectory(trajectory, self._rewards.get(trajectory)))
         if self.ledger.group_swept(trajectory.group):
             self._ready(CloseGroup(trajectory.group))
 

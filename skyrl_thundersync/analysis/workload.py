@@ -27,6 +27,8 @@ class Sink(Protocol):
 
     def on_turn(self, source: Source) -> None: ...
 
+    def on_last_turn(self, trajectory: TrajectoryId) -> None: ...
+
     def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None: ...
 
 
@@ -135,6 +137,8 @@ class Rollouts:
             Source(self._ids[index], turn, prefix, zeros(context), zeros(n), ones(n), float_zeros(n), "stop", 0)
         )
         self._next[index] += 1
+        if self._next[index] == self._first[index + 1]:
+            self._sink.on_last_turn(self._ids[index])
         self._timers.call_at(self._timers.time() + self._tool_s[at], self._tool_done, index)
 
     def _tool_done(self, index: int) -> None:

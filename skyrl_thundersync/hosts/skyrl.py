@@ -7,6 +7,7 @@ side; its passes over the finished batch have nothing left to do; `train_critic_
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,13 +37,30 @@ from skyrl_thundersync.trainer import Update
 
 
 class StreamingGenerator(SkyRLGymGenerator):
-    """SkyRL's generator that says when a training trajectory closed, with its reward and its count of scored tokens."""
+    """SkyRL's generator that says when a training trajectory closed, with its reward and its count of scored tokens.
+
+    Environments find `on_last_turn` among their extras, to call without arguments, from any thread, as soon as they know that
+    the turn they were given is the last: before its command runs and before they grade.
+    """
 
     on_closed: Callable[[TrajectoryId, float | None, int], None] | None = None
+    on_last_turn: Callable[[TrajectoryId], None] | None = None
 
     def __init__(self, *args, outcomes: Outcomes, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._outcomes = outcomes
+
+    def _setup_env_extras(self, env_class, env_extras, sampling_params, host_id):
+        extras = super()._setup_env_extras(env_class, env_extras, sampling_params, host_id)
+        if self.on_last_turn is None:
+            return extras
+        loop, say = asyncio.get_running_loop(), self.on_last_turn
+        trajectory = TrajectoryId(host_id.instance_id, host_id.repetition_id)
+
+        def on_last_turn() -> None:
+            loop.call_soon_threadsafe(say, trajectory)
+
+        return {**extras, "on_last_turn": on_last_turn}
 
     async def agent_loop(self, *args, **kwargs):
         episode = partial(super().agent_loop, *args, **kwargs)
@@ -124,13 +142,13 @@ class ThunderSyncTrainer(RayPPOTrainer):
             state_bytes=state_bytes(self.cfg),
         )
         hook: TurnHook = self.inference_engine_client
-        self.generator.on_closed = update.on_trajectory_closed
+        self.generator.on_closed, self.generator.on_last_turn = update.on_trajectory_closed, update.on_last_turn
         try:
             with hook.armed(trajectories, update.on_turn), doing(f"update {self.global_step}: rollouts"):
                 output = await update.run(super().generate(input_batch))
                 await self._cluster.settle()
         finally:
-            self.generator.on_closed = None
+            self.generator.on_closed = self.generator.on_last_turn = None
         if self._recorder:
             self._recorder.end()
         timeline.add_update(update)

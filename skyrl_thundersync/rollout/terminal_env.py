@@ -13,7 +13,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import skyrl_gym
@@ -95,7 +95,8 @@ class TerminalEnv(BaseTextEnv):
       them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
     - collect: what the checker prints is kept (metric `collected`) and graded elsewhere: evaluation only;
     - agent_timeout_s: the episode ends, and is graded, after the first turn past it; verifier_timeout_s;
-    - needs: what this environment has not, comma-separated; a row with any is refused.
+    - needs: what this environment has not, comma-separated; a row with any is refused;
+    - on_last_turn: called once the turn in work is known to be the last, at the latest before the grading.
     """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -142,6 +143,7 @@ class TerminalEnv(BaseTextEnv):
         self._out_of_time = False
         self._start_seconds = 0.0
         self._started_ahead = False
+        self._say_last: Callable[[], None] = extras.get("on_last_turn") or (lambda: None)
         self._pool.expect(self._image, self._workdir != WORKSPACE)
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
@@ -184,6 +186,8 @@ class TerminalEnv(BaseTextEnv):
             raise RuntimeError(f"task {self.task_id!r}: step() needs init() before it and no step after the last")
         self.turns += 1
         command, submitted = parse_action(action)
+        if submitted or self.turns >= self.max_turns:
+            self._say_last()
         observation = None
         started = time.monotonic()
         try:
@@ -203,6 +207,7 @@ class TerminalEnv(BaseTextEnv):
             self._out_of_time = time.monotonic() > self._deadline and not submitted
             self._done = submitted or self.turns >= self.max_turns or self._out_of_time
             if self._done:
+                self._say_last()
                 self._reward = self._grade(self._sandbox)
                 timeline.add("tools", "checker", ended, time.monotonic(), task=self.task_id)
         except SandboxError as error:

@@ -23,6 +23,7 @@ class _Trajectory:
     scored: int = 0
     tokens: int = 0
     prompt: int = 0
+    ended: bool = False
     closed: bool = False
     released: bool = False
 
@@ -84,8 +85,8 @@ class Ledger:
                 f"source {source.name} was sampled by policy version {source.policy_version}, but this batch belongs "
                 f"to version {self.version}: its tokens are stale. A replica kept serving old weights after a publish"
             )
-        if entry.closed:
-            raise LedgerError(f"source {source.name} arrived after its trajectory had closed")
+        if entry.ended:
+            raise LedgerError(f"source {source.name} arrived after the last turn of its trajectory")
         if source.turn != entry.sources:
             raise LedgerError(f"source {source.name} arrived where turn {entry.sources} was expected")
         if source.turn == 0:
@@ -94,8 +95,18 @@ class Ledger:
         entry.scored += source.n_scored
         entry.tokens += len(source.context_ids) + len(source.action_ids)
 
+    def ended(self, trajectory: TrajectoryId) -> bool:
+        """No turn can follow. Whether that is news.
+
+        Raises:
+            LedgerError: an unknown trajectory.
+        """
+        entry = self._trajectories.get(trajectory) or self._unknown(trajectory, f"last turn of {trajectory}")
+        news, entry.ended = not entry.ended, True
+        return news
+
     def closed(self, trajectory: TrajectoryId, host_scored: int | None = None) -> None:
-        """No turn can follow. `host_scored` is the host's own count of scored tokens, checked when given.
+        """The host is done with it, its reward is known. `host_scored` is its own count of scored tokens, checked when given.
 
         Raises:
             LedgerError: closed twice, or the host's final loss mask holds another number of scored tokens than was
@@ -109,7 +120,7 @@ class Ledger:
                 f"trajectory {trajectory}: {entry.scored} scored tokens were streamed, the host's loss mask holds "
                 f"{host_scored}. A turn is missing, counted twice, or its mask changed after it was released"
             )
-        entry.closed = True
+        entry.ended = entry.closed = True
 
     def released(self, work: Work) -> None:
         """A work item entered a ready queue; each may do so once."""
@@ -118,8 +129,8 @@ class Ledger:
             raise LedgerError(f"work {work_name(work)} was released twice")
         if isinstance(work, CloseTrajectory):
             entry = self._trajectories.get(work.trajectory) or self._unknown(work.trajectory, work_name(work))
-            if entry.released or not entry.closed:
-                when = "twice" if entry.released else "before its trajectory closed"
+            if entry.released or not entry.ended:
+                when = "twice" if entry.released else "before the last turn of its trajectory"
                 raise LedgerError(f"{work_name(work)} was released {when}")
             entry.released = True
         if isinstance(work, CloseGroup):

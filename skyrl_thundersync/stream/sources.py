@@ -1,7 +1,7 @@
 """Objective sources and the learner work they become (PAPER.md, "Release semantics").
 
 A *source* is the unit that can be released on its own: one sampled turn. A source is *ready* when every input of its
-objective is fixed: for OPD when the frozen teacher has scored its action tokens, for GRPO when the trajectory closed.
+objective is fixed: for OPD when the frozen teacher has scored its action tokens, for GRPO when the trajectory was graded.
 Everything here is immutable, picklable and holds token ids as plain integers: ids are never decoded and re-encoded.
 """
 
@@ -90,8 +90,9 @@ class Append:
 class CloseTrajectory:
     """Learner work: no turn can follow; sweep the trajectory's segments and leave adjoints on the group's prompt.
 
-    `reward`: None when the trajectory has none (its rollout or its checker failed). `group_rewards`: rewards of all the
-    group's samples, in sample order, where they are known on release; group objectives then need no statistics.
+    `reward`: for group objectives only, None when the trajectory has none (its rollout or its checker failed).
+    `group_rewards`: rewards of all the group's samples, in sample order, where they are known on release; group objectives
+    then need no statistics.
     """
 
     trajectory: TrajectoryId

@@ -192,10 +192,10 @@ def test_whole_trajectories_and_whole_groups_have_the_grpo_release_laws_tail(rho
 )
 def test_the_share_of_work_that_waits_for_a_close_is_the_laws(machine, deferred):
     """Units of DESIGN.md §3: one forward on arrival; at the close forward and backward, the backward alone, or all."""
-    # Never behind: no turn meets its close in the queue.
+    # Never behind, and closed after its last tool: no turn meets its close in the queue.
     machine = replace(machine, ranks=1, item_s=0.0, learner_rate=1e5)
     workload = Workload(groups=20, samples=1, prompt_tokens=1, observation_tokens=0)
-    run = direct(workload.rollouts(machine, 0), machine, Policy())
+    run = direct(workload.rollouts(machine, 0), machine, Policy(statistics_cap=1))
     assert run.figures.deferred_share == pytest.approx(deferred, abs=1e-3)
 
 
@@ -258,6 +258,14 @@ def test_a_thousand_ranks_finish_all_work():
     assert run.figures.work_items == rollouts.sources + 1100 * 5
 
 
+def test_a_sweep_does_not_wait_for_the_last_check_unless_it_needs_the_reward():
+    """A learner that is much faster than the rollouts: what waits for a reward is swept in a tail of its own."""
+    machine = Machine(ranks=1, learner_rate=1e4, block_tokens=10**9)
+    workload = Workload(groups=1, samples=1, turns=1, skew=0, tool_s=500.0, tool_spread=0.0)
+    assert direct(workload.rollouts(machine, 0), machine, Policy()).figures.tail == 0.0
+    assert direct(workload.rollouts(machine, 0), machine, Policy(statistics_cap=1)).figures.tail > 0.0
+
+
 def recorded(workload, machine, seed):
     """A batch as `Recorder` would have kept it, its seconds rounded so that some fall together."""
     log, rollouts = [], workload.rollouts(machine, seed)
@@ -265,6 +273,8 @@ def recorded(workload, machine, seed):
     class Log:
         def on_turn(self, source):
             log.append(Append(source, None))
+
+        def on_last_turn(self, trajectory): ...
 
         def on_trajectory_closed(self, trajectory, reward, host_scored):
             log.append(CloseTrajectory(trajectory, reward))

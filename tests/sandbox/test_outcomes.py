@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,7 @@ class Scripted:
 def rollout(config):
     """Roll one trajectory out; what the learner was told of it: (rewards at its close, sources)."""
 
-    def play(*lines, task=GRADED, phase=TRAINING_PHASE_TRAIN, context=4096, pool=None, **outcomes):
+    def play(*lines, task=GRADED, phase=TRAINING_PHASE_TRAIN, context=4096, pool=None, on_last_turn=None, **outcomes):
         cfg = TrainConfig()
         cfg.generator.max_turns = 4
         cfg.generator.use_conversation_multi_turn = True
@@ -76,7 +77,7 @@ def rollout(config):
                 policy_model_name="policy",
                 outcomes=Outcomes(cfg.thundersync.outcomes),
             )
-            generator.on_closed = on_closed
+            generator.on_closed, generator.on_last_turn = on_closed, on_last_turn
             with hook.armed([TRAJECTORY], on_turn):
                 return await generator.agent_loop(
                     [{"role": "user", "content": "go"}],
@@ -102,6 +103,34 @@ def rollout(config):
 def test_a_trajectory_that_comes_to_its_end_keeps_its_reward(rollout):
     closed, sources, output = rollout("true", "submit", timeout="zero")
     assert closed == [0.5] and len(sources) == 2 and output.reward == 0.5
+
+
+@pytest.mark.parametrize("lines", [("true", "submit"), ("true",) * 4])
+def test_the_last_turn_is_said_before_its_command_and_its_grading(rollout, monkeypatch, lines):
+    said = threading.Event()
+    run = ShellSandbox.run
+    ran = []
+
+    def last_waits(sandbox, command, *limits):
+        ran.append(command)
+        if ran.count("true") == 4:
+            assert said.wait(10)
+        return run(sandbox, command, *limits)
+
+    def grade(self, sandbox):
+        assert said.wait(10)
+        return 0.5
+
+    monkeypatch.setattr(ShellSandbox, "run", last_waits)
+    monkeypatch.setattr(terminal_env.TerminalEnv, "_grade", grade)
+    closed, sources, _ = rollout(*lines, on_last_turn=lambda trajectory: trajectory == TRAJECTORY and said.set())
+    assert closed == [0.5] and len(sources) == len(lines)
+
+
+def test_a_turn_that_runs_out_of_time_is_said_to_be_the_last_before_its_grading(rollout, monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr(terminal_env.TerminalEnv, "_grade", lambda self, sandbox: float(said.wait(10)))
+    assert rollout("sleep 0.4", task=SLEEPY, on_last_turn=lambda _: said.set())[0] == [1.0]
 
 
 SLEEPY = {**GRADED, "agent_timeout_s": 0.2}
