@@ -213,7 +213,10 @@ def _poisoned() -> list[Cell]:
         replace(nan, fault="teacher gives NaN", phase="start-up", special="NaN teacher", says="(?i)nan|finite"),
         replace(nan, fault="teacher gives NaN", phase="teacher", special="NaN teacher later", says="(?i)nan|finite"),
         replace(nan, fault="student's weights NaN", phase="start-up", special="NaN student", says="(?i)nan|finite"),
-        replace(nan, fault="checker prints NaN", phase="rollout", special="NaN reward", says="(?i)nan|finite"),
+        # An agent can bring that about: it costs its trajectory at most.
+        replace(
+            nan, fault="checker prints NaN", phase="rollout", special="NaN reward", ends=(0,), says="finite number"
+        ),
         replace(
             nan, fault="newest checkpoint torn", phase="start-up", special="torn checkpoint", ends=(2,), says="torn"
         ),

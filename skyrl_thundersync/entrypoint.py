@@ -128,7 +128,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     ):
         # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
         signal.signal(signal.SIGTERM, _preempt)
-        terminal_env.configure(pool, ts.sandbox, crash_stops=ts.outcomes.crash == "stop")
+        terminal_env.configure(pool, ts.sandbox)
         terminal_env.register_terminal_env()
         experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
         cluster.start(experiment.tokenizer)

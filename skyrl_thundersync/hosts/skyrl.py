@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL
-from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.generators.utils import get_metrics_from_generator_output
 from skyrl.train.trainer import RayPPOTrainer
 
@@ -30,13 +29,14 @@ from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.resume import Checkpoints
 from skyrl_thundersync.inputs import model_config
 from skyrl_thundersync.metrics import step_metrics, update_metrics
+from skyrl_thundersync.rollout.generator import GuardedGenerator
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.stream.sources import TrajectoryId
 from skyrl_thundersync.trainer import Update
 
 
-class StreamingGenerator(SkyRLGymGenerator):
+class StreamingGenerator(GuardedGenerator):
     """SkyRL's generator that says when a training trajectory closed, with its reward and its count of scored tokens.
 
     Environments find `on_last_turn` among their extras, to call without arguments, from any thread, as soon as they know that
@@ -47,7 +47,7 @@ class StreamingGenerator(SkyRLGymGenerator):
     on_last_turn: Callable[[TrajectoryId], None] | None = None
 
     def __init__(self, *args, outcomes: Outcomes, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, crash_stops=outcomes.stops("crash"), **kwargs)
         self._outcomes = outcomes
 
     def _setup_env_extras(self, env_class, env_extras, sampling_params, host_id):
@@ -67,8 +67,6 @@ class StreamingGenerator(SkyRLGymGenerator):
         training = self.on_closed is not None and kwargs.get("training_phase") != TRAINING_PHASE_EVAL
         host_id = kwargs.get("trajectory_id")
         output = await (self._outcomes.play(str(host_id), episode) if training else episode())
-        # One reward a trajectory: a trajectory without a single response token has no token to carry it.
-        output.reward = float(sum(output.reward))
         if training:
             reward = self._outcomes.reward(output.reward, output.env_metrics)
             output.reward = reward or 0.0

@@ -19,8 +19,7 @@ from types import TracebackType
 
 from skyrl_thundersync.data.byte_tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from skyrl_thundersync.data.terminal_tasks import SUBMIT, TerminalTask
-from skyrl_thundersync.rollout.terminal_env import describe
-from skyrl_thundersync.sandbox.base import CommandResult
+from skyrl_thundersync.rollout.terminal_text import describe_text
 
 _FIRST_LINE = 3
 """The line of a sandbox's shell that holds the first command; bash names it in its own error messages."""
@@ -73,8 +72,7 @@ class Shell:
         observations = []
         for turn, (output, code) in enumerate(zip(fields[0:-2:2], fields[1:-2:2], strict=True)):
             output = re.sub(r"^bash: line \d+:", f"bash: line {_FIRST_LINE + turn}:", output, flags=re.MULTILINE)
-            result = CommandResult(output, int(code), timed_out=False, truncated=False, seconds=0.0)
-            observations.append(describe(result, timeout_s=0.0))
+            observations.append(describe_text(output, int(code)))
         return observations, fields[-1] == "0"
 
     def _read(self, n_fields: int) -> list[str]:

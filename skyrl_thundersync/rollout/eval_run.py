@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 from rich.console import Console
-from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from transformers import AutoTokenizer
 
 from skyrl_thundersync import inputs
@@ -28,6 +27,7 @@ from skyrl_thundersync.rollout import eval_cli, swe_bench, terminal_env
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
+from skyrl_thundersync.rollout.generator import GuardedGenerator
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 PROBE_TOKENS = 16
@@ -143,7 +143,7 @@ def _session(
             with console.status("starting the engine"):
                 client = asyncio.run(_serve(cfg, tokenizer, device, adapter, files.folder / "logs"))
             startup = time.monotonic() - started
-            generator = SkyRLGymGenerator(
+            generator = GuardedGenerator(
                 generator_cfg=cfg.generator,
                 skyrl_gym_cfg=cfg.environment.skyrl_gym,
                 inference_engine_client=client,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TrajectoryID
-from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
 from skyrl_thundersync.analysis.attempts import Attempt
 from skyrl_thundersync.errors import ConfigError
@@ -24,6 +23,7 @@ from skyrl_thundersync.inputs import read_rows
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
+    from skyrl_thundersync.rollout.generator import GuardedGenerator
 
 
 def read_tasks(files: Sequence[str]) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def attempt_seed(seed: int, task_id: str, attempt: int) -> int:
 
 async def evaluate(
     cfg: TrainConfig,
-    generator: SkyRLGymGenerator,
+    generator: GuardedGenerator,
     tasks: Sequence[Mapping[str, Any]],
     todo: Sequence[tuple[str, int]],
     session: int,
@@ -76,7 +76,7 @@ async def evaluate(
 
 async def _attempt(
     cfg: TrainConfig,
-    generator: SkyRLGymGenerator,
+    generator: GuardedGenerator,
     task: Mapping[str, Any],
     attempt: int,
     session: int,
@@ -100,20 +100,19 @@ async def _attempt(
     metrics = output.env_metrics
     if "collected" in metrics:
         keep(task["task_id"], attempt, metrics["collected"])
-    reward = output.reward if isinstance(output.reward, int | float) else sum(output.reward)
     return Attempt(
         task_id=task["task_id"],
         attempt=attempt,
-        solved=metrics["solved"] == 1.0,
-        reward=float(reward),
+        solved=metrics.get("solved", output.reward) >= 1.0,
+        reward=output.reward,
         turns=metrics["turns"],
         sampled_tokens=sum(output.loss_mask),
         context_tokens=len(output.prompt_ids) + len(output.response_ids),
         stop_reason=output.stop_reason,
         seconds=time.monotonic() - begin,
-        tool_seconds=metrics["tool_seconds"],
-        verifier_failed=metrics["verifier_failed"] == 1.0,
-        sandbox_lost=metrics["sandbox_lost"] == 1.0,
+        tool_seconds=metrics.get("tool_seconds", 0.0),
+        verifier_failed=metrics.get("verifier_failed", 0.0) == 1.0,
+        sandbox_lost=metrics.get("sandbox_lost", 0.0) == 1.0,
         session=session,
         at_s=time.monotonic() - started,
     )

@@ -36,7 +36,7 @@ from harbor.models.agent.rollout_detail import RolloutDetail
 
 from skyrl_thundersync import __version__
 from skyrl_thundersync.rollout.conversation import Conversation
-from skyrl_thundersync.rollout.terminal_text import clip, describe_text, parse_action
+from skyrl_thundersync.rollout.terminal_text import clip, describe_text, opens_thought, parse_action
 
 STATE = "/tmp/.thundersync-state"
 REQUEST_TIMEOUT_S = 1800.0
@@ -104,12 +104,13 @@ class ThunderSyncAgent(BaseAgent):
         """Load the tokenizer and check that its template only appends.
 
         Raises:
-            ValueError: it does not; the message names the first token that differs.
+            ValueError: it does not; the message names the first token that differs. Or as `opens_thought`.
         """
         from transformers import AutoTokenizer
 
         self._tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._tokenizer_name)
         Conversation.check_template(self._tokenizer)
+        self._thought_opened = opens_thought(self._tokenizer)
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Turns until `submit`, the limit of turns, or a context that leaves no room for one more turn."""
@@ -126,7 +127,7 @@ class ThunderSyncAgent(BaseAgent):
                     if self.on_turn is not None:
                         self.on_turn(turn)
                     text = talk.add_sampled(turn.sampled_ids)
-                    command, submitted = parse_action(text)
+                    command, submitted = parse_action(text, self._thought_opened)
                     observation = await self._execute(environment, command) if command else "(no command)"
                     if submitted:
                         break

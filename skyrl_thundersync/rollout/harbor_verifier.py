@@ -12,18 +12,19 @@ import base64
 import binascii
 import io
 import json
-import math
 import re
 import shlex
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, CommandResult
 
 RESULTS = "/logs/verifier"
 MAX_RESULT_BYTES = 8192
 _LINE = re.compile(r"harbor (reward\.json|reward\.txt|tests|passed) ?(\S*)")
+_COUNT = re.compile(r"\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ def read_grade(result: CommandResult) -> Grade:
     """The grade that `grading_script`'s output holds."""
     said = {match[1]: match[2] for line in result.output.splitlines() if (match := _LINE.fullmatch(line))}
     passed = None
-    if "tests" in said and "passed" in said and int(said["tests"]) > 0:
-        passed = min(1.0, int(said["passed"]) / int(said["tests"]))
+    counts = [int(said[key]) for key in ("passed", "tests") if _COUNT.fullmatch(said.get(key, ""))]
+    if len(counts) == 2 and counts[1] > 0:
+        passed = min(1.0, counts[0] / counts[1])
     if result.timed_out:
         return Grade(0.0, None, f"the verifier ran into its time limit ({result.seconds:.0f} s)")
     if "reward.json" not in said and "reward.txt" not in said:
@@ -101,7 +103,7 @@ def read_grade(result: CommandResult) -> Grade:
     try:
         content = base64.b64decode(said[name], validate=True).decode("utf-8")
         reward = _reward(json.loads(content) if name == "reward.json" else float(content))
-    except (ValueError, binascii.Error) as error:
+    except (ValueError, binascii.Error, RecursionError) as error:
         return Grade(0.0, passed, f"{name}: {error}")
     return Grade(reward, passed)
 
@@ -115,9 +117,10 @@ def _reward(said: object) -> float:
             said = next(iter(said.values()))
         else:
             raise ValueError(f"none of the rewards {', '.join(map(repr, said)) or '(none)'} is called 'reward'")
-    if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
-        raise ValueError(f"{said!r} is no finite number")
-    return float(said)
+    reward = usable_reward(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
+    if reward is None:
+        raise ValueError(f"{str(said)[:100]!r}: {REWARD_RULE}")
+    return reward
 
 
 def tar(files: Mapping[str, bytes]) -> bytes:

@@ -22,11 +22,11 @@ from skyrl_gym.envs.registration import registry
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
+from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.rollout.task_row import TaskError, field, mapping, seconds, task_files, task_tests
-from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action
+from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action, unfinished_thought
 from skyrl_thundersync.sandbox.base import (
     WORKSPACE,
-    CommandResult,
     Sandbox,
     SandboxError,
     SandboxLost,
@@ -43,7 +43,6 @@ __all__ = [
     "TaskError",
     "TerminalEnv",
     "configure",
-    "describe",
     "parse_action",
     "register_terminal_env",
 ]
@@ -53,32 +52,23 @@ logger = logging.getLogger(__name__)
 ENV_ID = "terminal"
 CHECKER_TIMEOUT_S = 60.0
 SETUP_TIMEOUT_S = 300.0
-_REWARD = re.compile(r"reward=(\S+)")
+RESTART_TIMEOUT_S = 30.0
+_REWARD = re.compile(r"reward=(.*)")
 
 _pool: SandboxPool | None = None
 _config: SandboxConfig | None = None
-_crash_stops = True
 
 
-def configure(pool: SandboxPool, config: SandboxConfig, crash_stops: bool = True) -> None:
-    """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout.
-
-    `crash_stops`: machinery that fails during an episode raises; else the episode ends there, and its metrics say so.
-    """
-    global _pool, _config, _crash_stops
-    _pool, _config, _crash_stops = pool, config, crash_stops
+def configure(pool: SandboxPool, config: SandboxConfig) -> None:
+    """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout."""
+    global _pool, _config
+    _pool, _config = pool, config
 
 
 def register_terminal_env() -> None:
     """Make `env_class: terminal` known to SkyRL. May be called again."""
     if ENV_ID not in registry:
         skyrl_gym.register(id=ENV_ID, entry_point=f"{__name__}:TerminalEnv")
-
-
-def describe(result: CommandResult, timeout_s: float, workdir: str = WORKSPACE) -> str:
-    """What the agent reads of a command's result."""
-    shell = workdir if result.shell_ended else None
-    return describe_text(result.output, result.exit_code, result.timed_out, timeout_s, shell)
 
 
 class TerminalEnv(BaseTextEnv):
@@ -94,7 +84,9 @@ class TerminalEnv(BaseTextEnv):
     - tests: {path: text or {"base64": …}} or its JSON: the checker is a Harbor verifier (`harbor_verifier`), which finds
       them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
     - collect: what the checker prints is kept (metric `collected`) and graded elsewhere: evaluation only;
-    - agent_timeout_s: the episode ends, and is graded, after the first turn past it; verifier_timeout_s;
+    - agent_timeout_s: from the start of the sandbox on. Set-up and commands are cut there, and the episode ends, graded, with
+      the turn that reaches it; verifier_timeout_s: from there on;
+    - thought_opened: the chat template opens every turn inside a thought (`terminal_text.opens_thought`);
     - needs: what this environment has not, comma-separated; a row with any is refused;
     - on_last_turn: called once the turn in work is known to be the last, at the latest before the grading.
     """
@@ -133,13 +125,15 @@ class TerminalEnv(BaseTextEnv):
         self._sandbox: Sandbox | None = None
         self._reward = 0.0
         self._solved = False
+        self._reason = ""
         self._verifier_failed = False
+        self._thought_opened = extras.get("thought_opened") is True
+        self._thoughts_cut = 0
         self._deadline = math.inf
         self._done = False
         self._tool_seconds = 0.0
         self._timed_out = 0
         self._lost = False
-        self._crashed = False
         self._out_of_time = False
         self._start_seconds = 0.0
         self._started_ahead = False
@@ -150,17 +144,18 @@ class TerminalEnv(BaseTextEnv):
         """Make the sandbox and put the task's files into it. Returns the prompt as it is.
 
         Raises:
-            TaskError: the files cannot be put there.
-            StartError: there is no sandbox to be had.
+            TaskError: the files cannot be put there, or the set-up fails.
+            StartError: there is no sandbox to be had, or agent_timeout_s passed before the set-up had run.
         """
-        self._deadline = time.monotonic() + self._agent_timeout_s
         asked = time.monotonic()
+        self._deadline = asked + self._agent_timeout_s
         try:
             self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
             self._start_seconds = time.monotonic() - asked
             self._started_ahead = self._sandbox.started_ahead
             self._sandbox.write_files(self._files)
-            self._enter_workdir(self._sandbox)
+            words = [*self._exports, *([f"cd {shlex.quote(self._workdir)}"] if self._workdir != WORKSPACE else [])]
+            self._run_first(self._sandbox, "workdir", " && ".join(words))
             self._run_first(self._sandbox, "setup", self._setup)
         except TaskError:
             self.close()
@@ -176,49 +171,41 @@ class TerminalEnv(BaseTextEnv):
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Run the turn's command; grade after `submit` or the last turn.
+        """Run the turn's command; grade after `submit`, the last turn, or the end of the agent's time.
 
         Raises:
-            TaskError: the checker printed a reward that is not a finite number.
-            SandboxError: the machinery failed, where `configure` said that this is the end.
+            SandboxError: the machinery failed.
         """
         if self._sandbox is None or self._done:
             raise RuntimeError(f"task {self.task_id!r}: step() needs init() before it and no step after the last")
         self.turns += 1
-        command, submitted = parse_action(action)
+        command, submitted = parse_action(action, self._thought_opened)
         if submitted or self.turns >= self.max_turns:
             self._say_last()
-        observation = None
         started = time.monotonic()
         try:
-            if command:
-                result = self._sandbox.run(command, self._config.command_timeout_s)
-                self._timed_out += result.timed_out
-                observation = describe(result, self._config.command_timeout_s, self._workdir)
-                if result.shell_ended and not submitted:
-                    self._enter_workdir(self._sandbox)
-            elif not submitted:
-                observation = "(no command)"
+            observation, cut = self._observe(self._sandbox, action, command, submitted)
             # Stands for a slow tool, so it is there whatever the command was.
-            time.sleep(self._config.latency_s)
+            time.sleep(min(self._config.latency_s, self._left()))
             ended = time.monotonic()
             timeline.add("tools", "command", started, ended, task=self.task_id)
             self._tool_seconds += ended - started
-            self._out_of_time = time.monotonic() > self._deadline and not submitted
+            self._out_of_time = self._left() == 0 and (cut or not submitted)
             self._done = submitted or self.turns >= self.max_turns or self._out_of_time
+            if self._out_of_time:
+                self._reason = f"the agent's {self._agent_timeout_s:g} s were over"
             if self._done:
                 self._say_last()
                 self._reward = self._grade(self._sandbox)
                 timeline.add("tools", "checker", ended, time.monotonic(), task=self.task_id)
-        except SandboxError as error:
+        except SandboxLost as error:
             # A sandbox is lost when the agent made it unusable: its episode ends without reward, the run goes on. When the
             # pool is closing, the run is over and so is this.
-            self._lost = isinstance(error, SandboxLost)
-            self._crashed = not self._lost
-            if self._pool.closed or (self._crashed and _crash_stops):
+            if self._pool.closed:
                 raise
             logger.warning("task %r, turn %d: %s", self.task_id, self.turns, error)
-            self._done, observation = True, f"[the sandbox was lost: {error}]"
+            self._lost, self._done, self._reason = True, True, str(error)
+            observation = f"[the sandbox was lost: {error}]"
         observations = [] if observation is None else [{"role": "user", "content": observation}]
         return BaseTextEnvStepOutput(
             observations=observations,
@@ -235,33 +222,69 @@ class TerminalEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, Any]:
         """Turns taken, 1.0 where the full (official) reward was earned, seconds in tools (latency included), commands
-        timed out, 1.0 where the agent lost its sandbox, 1.0 where a Harbor verifier gave no reward, seconds that the sandbox
-        was waited for and 1.0 where it had been started ahead. For `outcomes`: 1.0 where the episode came to an end in here
-        (0.0: the host ran out of context), where its time ran out, and where the machinery failed."""
+        timed out, turns that ended inside a thought, 1.0 where the agent lost its sandbox, 1.0 where the checker gave no
+        reward, 1.0 where the agent's time ran out, seconds that the sandbox was waited for and 1.0 where it had been started
+        ahead; `reason`, text, is why it was graded 0 or cut short."""
         collected = {"collected": self._collected} if self._collect else {}
         return collected | {
             "turns": self.turns,
             "solved": float(self._solved),
             "tool_seconds": self._tool_seconds,
             "commands_timed_out": self._timed_out,
+            "thoughts_cut": self._thoughts_cut,
             "sandbox_lost": float(self._lost),
             "verifier_failed": float(self._verifier_failed),
-            "finished": float(self._done),
             "agent_timed_out": float(self._out_of_time),
-            "crashed": float(self._crashed),
             "sandbox_start_seconds": self._start_seconds,
             "sandbox_started_ahead": float(self._started_ahead),
+            "reason": self._reason,
         }
 
-    def _enter_workdir(self, sandbox: Sandbox) -> None:
+    def _left(self, most: float = math.inf) -> float:
+        """Seconds of the agent's time that are left, at most `most`."""
+        return max(0.0, min(most, self._deadline - time.monotonic()))
+
+    def _observe(self, sandbox: Sandbox, action: str, command: str, submitted: bool) -> tuple[str | None, bool]:
+        """Run the command; what the agent reads of it, and whether a time limit cut it."""
+        if unfinished_thought(action, self._thought_opened):
+            self._thoughts_cut += 1
+            return "(no command: the turn ended inside a thought)", False
+        if not command:
+            return (None if submitted else "(no command)"), False
+        limit = self._left(self._config.command_timeout_s)
+        if limit == 0:
+            return "(not run: the time is over)", True
+        result = sandbox.run(command, limit)
+        self._timed_out += result.timed_out
+        shell = self._enter_again(sandbox) if result.shell_ended and not submitted else None
+        said = describe_text(result.output, result.exit_code, result.timed_out, round(limit, 1), shell)
+        return said, result.timed_out
+
+    @property
+    def _exports(self) -> list[str]:
         """What a new shell of the agent's starts with."""
-        words = [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
-        if self._workdir != WORKSPACE:
-            words.append(f"cd {shlex.quote(self._workdir)}")
-        self._run_first(sandbox, "workdir", " && ".join(words))
+        return [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
+
+    def _enter_again(self, sandbox: Sandbox) -> str:
+        """Prepare a new shell over what the agent did to its folders; the folder that it starts in.
+
+        That is the working folder if it can be entered, for its owner made so if need be, and else /workspace.
+        """
+        folder = shlex.quote(self._workdir)
+        enter = f"{{ cd {folder} || {{ chmod u+rwx {folder} && cd {folder}; }} || cd {WORKSPACE}; }} >/dev/null 2>&1"
+        result = sandbox.run("; ".join([*self._exports, enter, 'printf %s "$PWD"']), RESTART_TIMEOUT_S)
+        if result.exit_code != 0:
+            raise SandboxLost(f"no shell of the agent's starts any more: exit code {result.exit_code}: {result.output}")
+        return result.output
 
     def _run_first(self, sandbox: Sandbox, field: str, script: str) -> None:
-        if script and (result := sandbox.run(script, SETUP_TIMEOUT_S)).exit_code != 0:
+        if not script:
+            return
+        limit = self._left(SETUP_TIMEOUT_S)
+        result = sandbox.run(script, limit)
+        if result.timed_out and limit < SETUP_TIMEOUT_S:
+            raise StartError(f"agent_timeout_s={self._agent_timeout_s:g} was over before its {field} had run")
+        if result.exit_code != 0:
             raise TaskError(self.task_id, field, f"exit code {result.exit_code}: {result.output.strip()}")
 
     def _grade(self, sandbox: Sandbox) -> float:
@@ -275,8 +298,7 @@ class TerminalEnv(BaseTextEnv):
         script = grading_script(self._checker, tests, self._workdir, self._env | self._verifier_env)
         grade: Grade = read_grade(sandbox.check(script, self._verifier_timeout_s))
         if grade.problem is not None:
-            logger.warning("task %r: graded 0: %s", self.task_id, grade.problem)
-        self._verifier_failed = grade.problem is not None
+            self._graded_zero(grade.problem)
         self._solved = grade.solved
         return grade.training_reward(self._partial_credit)
 
@@ -287,15 +309,20 @@ class TerminalEnv(BaseTextEnv):
             self._collected, self._verifier_failed = result.output if whole else "", not whole
             return 0.0
         if result.timed_out:
-            return 0.0
+            return self._graded_zero(f"the checker ran into its time limit ({self._verifier_timeout_s:g} s)")
         lines = result.output.rstrip().splitlines()
         match = _REWARD.fullmatch(lines[-1].strip()) if lines else None
         if match is None:
+            if result.exit_code != 0:
+                self._reason = f"the checker's exit code was {result.exit_code}{': ' + lines[-1] if lines else ''}"
             return float(result.exit_code == 0)
-        try:
-            reward = float(match[1])
-        except ValueError:
-            reward = math.nan
-        if not math.isfinite(reward):
-            raise TaskError(self.task_id, "checker", f"printed {match[0]!r}: the reward must be a finite number")
+        reward = usable_reward(match[1])
+        if reward is None:
+            return self._graded_zero(f"the checker printed {match[0]!r}: {REWARD_RULE}")
         return reward
+
+    def _graded_zero(self, reason: str) -> float:
+        """There is no grade, which an agent can bring about: what it is worth is up to `thundersync.outcomes`."""
+        logger.warning("task %r: graded 0: %s", self.task_id, reason)
+        self._verifier_failed, self._reason = True, reason
+        return 0.0

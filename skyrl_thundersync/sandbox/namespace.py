@@ -20,6 +20,8 @@ SANDBOX_USER = 1000
 READ_BYTES = 1 << 16
 START_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 1.0
+"""Between the end of a shell's output and its own."""
 
 # A parent-death signal is tied to the thread that started the process, not to its program: one thread starts them all
 # and lives as long as this program.
@@ -123,7 +125,11 @@ class NamespaceChannel:
         return _read(self._process.stdout.fileno(), deadline)
 
     def exit_code(self) -> int:
-        code = self._process.wait(KILL_TIMEOUT_S)
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it closed its output, and lives
+            self.kill()
+            return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
     def kill(self) -> None:

@@ -147,16 +147,17 @@ class ScriptedPolicy:
 @pytest.fixture(scope="module")
 def loop():
     """(configuration, generator) of SkyRL's own agent loop over the scripted policy."""
-    from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
-
     from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
     from skyrl_thundersync.presets import build_config
+    from skyrl_thundersync.rollout.generator import GuardedGenerator
     from skyrl_thundersync.rollout.terminal_env import register_terminal_env
 
     register_terminal_env()
     cfg = build_config(["+config=opd/quickstart", "generator.eval_sampling_params.temperature=1.0"])
     tokenizer = byte_tokenizer()
-    return cfg, SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, ScriptedPolicy(tokenizer), tokenizer)
+    return cfg, GuardedGenerator(
+        cfg.generator, cfg.environment.skyrl_gym, ScriptedPolicy(tokenizer), tokenizer=tokenizer
+    )
 
 
 def test_attempts_are_independent_counted_once_and_resumed(sandboxes, loop, tmp_path, make_task, monkeypatch):

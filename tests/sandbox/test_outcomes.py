@@ -6,12 +6,16 @@ import threading
 from dataclasses import replace
 
 import pytest
+import skyrl_gym
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TRAINING_PHASE_TRAIN, TrajectoryID
+from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_thundersync.config import OutcomesConfig, SandboxConfig, TrainConfig
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.hosts.skyrl import StreamingGenerator
 from skyrl_thundersync.rollout import terminal_env
+from skyrl_thundersync.rollout.generator import RewardError
+from skyrl_thundersync.rollout.guarded_env import EnvironmentFailedError
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed
 from skyrl_thundersync.sandbox.base import SandboxError, StartError
@@ -49,7 +53,9 @@ class Scripted:
 def rollout(config):
     """Roll one trajectory out; what the learner was told of it: (rewards at its close, sources)."""
 
-    def play(*lines, task=GRADED, phase=TRAINING_PHASE_TRAIN, context=4096, pool=None, on_last_turn=None, **outcomes):
+    def play(
+        *lines, task=GRADED, env="terminal", phase=TRAINING_PHASE_TRAIN, context=4096, on_last_turn=None, **outcomes
+    ):
         cfg = TrainConfig()
         cfg.generator.max_turns = 4
         cfg.generator.use_conversation_multi_turn = True
@@ -81,7 +87,7 @@ def rollout(config):
             with hook.armed([TRAJECTORY], on_turn):
                 return await generator.agent_loop(
                     [{"role": "user", "content": "go"}],
-                    "terminal",
+                    env,
                     dict(task),
                     max_tokens=64,
                     max_input_length=context,
@@ -92,7 +98,7 @@ def rollout(config):
 
         terminal_env.register_terminal_env()
         with SandboxPool(replace(config, warm=0, command_timeout_s=1.0), "test") as own:
-            terminal_env.configure(own, SandboxConfig(command_timeout_s=1.0), outcomes.get("crash", "stop") == "stop")
+            terminal_env.configure(own, SandboxConfig(command_timeout_s=1.0))
             output = asyncio.run(run())
             assert own.open_count == 0
         return closed, sources, output
@@ -161,6 +167,86 @@ def test_what_has_no_grade(rollout, monkeypatch, case, disposition, reward):
     assert sum(source.n_scored for source in sources) == sum(output.loss_mask), "the ledger counted the same"
 
 
+class Own(BaseTextEnv):
+    """An environment of a user's: a step does what the policy says."""
+
+    def __init__(self, env_config, extras):
+        super().__init__()
+        self.extras, self.said = extras, ""
+        self._do("make")
+
+    def init(self, prompt):
+        self._do("init")
+        return (prompt * 100 if self.extras.get("fails") == "length" else prompt), {}
+
+    def step(self, action):
+        self.said = action
+        self._do("step")
+        return eval(action, {"stop": {"observations": [], "reward": 0.5, "done": True}})  # noqa: S307
+
+    def get_metrics(self):
+        self._do("metrics")
+        return {"mine": 1.0} | ({"verifier_failed": 1.0} if self.said.startswith("(") else {})
+
+    def close(self):
+        self._do("close")
+
+    def _do(self, what):
+        if self.extras.get("fails") == what:
+            raise RuntimeError("division of the world by zero")
+
+
+skyrl_gym.register(id="own-for-test", entry_point=f"{__name__}:Own")
+OWN = {"env": "own-for-test", "task": {"task_id": "mine"}}
+GOES_ON = "{'observations': [{'role': 'user', 'content': 'x'}], 'reward': 0.25, 'done': False}"
+
+
+@pytest.mark.parametrize(("disposition", "reward"), [("zero", 0.0), ("masked", None)])
+@pytest.mark.parametrize(
+    ("outcome", "lines", "options"),
+    [
+        ("crash", [GOES_ON, "1 / 0"], {}),
+        ("crash", [GOES_ON, "None"], {}),
+        ("crash", [GOES_ON, "{'observations': ['x'], 'reward': 1.0, 'done': True}"], {}),
+        ("crash", [GOES_ON, "{'observations': [], 'reward': None, 'done': True}"], {}),
+        ("crash", [GOES_ON, "stop"], {"fails": "metrics"}),
+        ("context_overflow", [GOES_ON], {"context": 80}),
+        ("verifier_failed", [GOES_ON, "(stop)"], {}),
+    ],
+)
+def test_outcomes_hold_for_an_environment_of_ones_own(rollout, outcome, lines, options, disposition, reward):
+    task = OWN["task"] | ({"fails": options["fails"]} if "fails" in options else {})
+    context = options.get("context", 4096)
+    closed, sources, output = rollout(*lines, env=OWN["env"], task=task, context=context, **{outcome: disposition})
+    assert closed == [reward] and len(sources) == len(lines) and output.reward == (reward or 0.0)
+    assert sum(source.n_scored for source in sources) == sum(output.loss_mask), "the ledger counted the same"
+
+
+def test_an_environment_of_ones_own_keeps_its_reward_and_its_metrics(rollout):
+    closed, _, output = rollout(GOES_ON, "stop", **OWN)
+    assert closed == [0.75] and output.env_metrics["mine"] == 1.0 and output.env_metrics["finished"] == 1.0
+
+
+@pytest.mark.parametrize("fails", ["make", "init", "length", "step", "metrics", "close"])
+def test_an_error_in_an_environment_names_it_and_its_task(rollout, fails):
+    with pytest.raises((EnvironmentFailedError, StartError)) as error:
+        rollout("stop", env=OWN["env"], task={"task_id": "mine", "fails": fails}, context=300, retries=0)
+    assert "environment 'own-for-test', task 'mine'" in str(error.value)
+    assert ("first prompt has" if fails == "length" else "RuntimeError: division of the world") in str(error.value)
+
+
+@pytest.mark.parametrize("reward", ["1e308", "-1e31", "float('nan')", "float('inf')", "10 ** 400"])
+def test_a_reward_that_is_no_number_to_learn_from_stops_the_run_by_name(rollout, reward):
+    with pytest.raises((RewardError, EnvironmentFailedError), match="environment 'own-for-test', task 'mine'"):
+        rollout(f"{{'observations': [], 'reward': {reward}, 'done': True}}", crash="stop", **OWN)
+
+
+def test_rewards_that_are_too_large_together_stop_the_run_by_name(rollout):
+    large = GOES_ON.replace("0.25", "7e29")
+    with pytest.raises(RewardError, match="environment 'own-for-test', task 'mine'.*finite number"):
+        rollout(large, large.replace("False", "True"), **OWN)
+
+
 def _raising(error):
     def run(self, command, timeout_s):
         raise error
@@ -170,7 +256,7 @@ def _raising(error):
 
 def test_a_crash_stops_the_run_unless_the_table_says_otherwise(rollout, monkeypatch):
     monkeypatch.setattr(ShellSandbox, "run", _raising(SandboxError("engine gone")))
-    with pytest.raises(SandboxError, match="engine gone"):
+    with pytest.raises(EnvironmentFailedError, match="'terminal', task 'task', turn 1: SandboxError: engine gone"):
         rollout("true")
 
 

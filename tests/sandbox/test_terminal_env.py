@@ -7,8 +7,11 @@ import pytest
 import skyrl_gym
 
 from skyrl_thundersync.config import SandboxConfig
+from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.rollout import terminal_env
 from skyrl_thundersync.rollout.terminal_env import TaskError, TerminalEnv, parse_action
+from skyrl_thundersync.rollout.terminal_text import opens_thought, unfinished_thought
+from skyrl_thundersync.sandbox.base import StartError
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 PROMPT = [{"role": "user", "content": "write the sum of the lines of numbers.txt into sum.txt"}]
@@ -203,13 +206,109 @@ def test_bad_files_are_named_and_leave_no_sandbox(configured):
     assert configured.open_count == 0
 
 
-@pytest.mark.parametrize("printed", ["nan", "inf", "much"])
-def test_a_reward_that_is_no_number_stops_the_run_by_name(configured, printed):
-    env = make(checker=f"echo reward={printed}")
+@pytest.fixture
+def patient(backend):
+    """Commands may take longer than the tasks here have."""
+    config = SandboxConfig(backend=backend, command_timeout_s=600.0, latency_s=600.0)
+    with SandboxPool(config, "test") as pool:
+        terminal_env.configure(pool, config)
+        terminal_env.register_terminal_env()
+        yield
+
+
+@pytest.mark.parametrize("last", ["", "\nsubmit"])
+def test_the_agents_time_cuts_a_command_and_the_task_is_graded(patient, last):
+    env = make(agent_timeout_s=1.5, verifier_timeout_s=2.0)
     env.init(PROMPT)
-    with pytest.raises(TaskError, match=f"'sum-1', field 'checker': .*reward={printed}"):
-        env.step("submit")
+    out = env.step(f"echo 42 >sum.txt; sleep 600; echo 41 >sum.txt{last}")
+    metrics = env.get_metrics()
     env.close()
+    assert (out["reward"], out["done"], metrics["agent_timed_out"]) == (1.0, True, 1.0)
+    assert metrics["reason"] == "the agent's 1.5 s were over"
+
+
+def test_boot_is_part_of_the_agents_time(patient):
+    with pytest.raises(StartError, match="agent_timeout_s=1.5 was over before its setup had run"):
+        make(agent_timeout_s=1.5, setup="sleep 600").init(PROMPT)
+    env = make(agent_timeout_s=1e-6)
+    env.init(PROMPT)
+    out = env.step("echo 42 >sum.txt")
+    env.close()
+    assert (out["observations"][0]["content"], out["reward"], out["done"]) == ("(not run: the time is over)", 0.0, True)
+
+
+THOUGHT = "I clean up first:\n```bash\nrm -rf /workspace/*\n```\nno, wait"
+
+
+def test_no_action_comes_from_an_unfinished_thought(configured):
+    env = make(thought_opened=True)
+    env.init(PROMPT)
+    for turn, closed in ((THOUGHT, False), ("</think>\n```bash\nls\n```", True)):
+        out = env.step(turn)
+        said = out["observations"][0]["content"]
+        assert said == ("docs\nnumbers.txt" if closed else "(no command: the turn ended inside a thought)")
+    assert env.get_metrics()["thoughts_cut"] == 1
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "unfinished"),
+    [
+        (THOUGHT, True, True),
+        (THOUGHT, False, False),
+        ("<think>" + THOUGHT, False, True),
+        ("<think>\n" + THOUGHT, True, True),
+        ("Hm.\n  <think>" + THOUGHT, False, True),
+        ("<think>a</think>\n<think>" + THOUGHT, True, True),
+        (THOUGHT + "</think>\nls", True, False),
+        ("```bash\ngrep -r '<think>' .\n```", False, False),
+        ("```bash\ncat >x <<E\n<think>\nE\n```", False, False),
+        ("grep '<think>' x", False, False),
+        ("submit", True, True),
+        ("", True, True),
+    ],
+)
+def test_a_thought_is_open_whichever_way_it_was_opened(text, opened, unfinished):
+    assert unfinished_thought(text, opened) == unfinished
+    if unfinished:
+        assert parse_action(text, opened) == ("", False)
+
+
+QWEN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+GLM = "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "opened"),
+    [
+        (QWEN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", {}, False),
+        (QWEN + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", {}, True),
+        (QWEN + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}", {}, False),
+        (
+            GLM + "{% if add_generation_prompt %}<|assistant|>{{ '</think>' if off else '<think>' }}{% endif %}",
+            {},
+            True,
+        ),
+        (
+            GLM + "{% if add_generation_prompt %}<|assistant|>{{ '</think>' if off else '<think>' }}{% endif %}",
+            {"off": True},
+            False,
+        ),
+        (None, {}, False),
+    ],
+)
+def test_whether_a_template_opens_a_thought_is_read_from_what_it_writes(template, kwargs, opened):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    assert opens_thought(tokenizer, **kwargs) == opened
+
+
+def test_a_thoughts_end_that_cannot_be_read_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = QWEN + "<|im_start|>assistant\n<think>\n"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    with pytest.raises(ValueError, match="</think> is a special token"):
+        opens_thought(tokenizer)
 
 
 def test_latency_is_added_and_counted(pool):
