@@ -199,7 +199,7 @@ def _limited() -> list[Cell]:
 
     return [
         replace(refused, fault="/dev/shm small", within=small_shm(512), says="--shm-size"),
-        replace(refused, fault="few open files", within=("prlimit", "--nofile=1024:1024"), says="ulimit -n"),
+        replace(refused, fault="few open files", within=("prlimit", "--nofile=1024:1024"), says="ulimit -Hn"),
         replace(refused, fault="few processes", special="few processes", says="--pids-limit"),
         replace(refused, fault="little memory", special="little memory", says="of host memory together"),
         # Nothing as small as this job's messages is handed over through it.

@@ -93,6 +93,11 @@ def run(arguments: list[str], *, dry_run: bool = False, full: bool = False) -> i
     Raises:
         ConfigError: what the user has to put right.
     """
+    if not arguments and not dry_run:
+        raise ConfigError(
+            "say what to train, for example: skyrl train +plugin=thundersync +config=opd/quickstart. `skyrl plugins` lists "
+            "plugins and presets, `skyrl train --help` explains"
+        )
     selectors, overrides = presets.split_arguments(arguments)
     if full and not dry_run:
         raise ConfigError("--full belongs to --dry-run")

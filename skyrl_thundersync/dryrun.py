@@ -54,7 +54,8 @@ def run(args: list[str], full: bool = False) -> int:
     for check in run_checks(cfg):
         failed = failed or bool(check.problems)
         mark = "[red]refused[/]" if check.problems else "[green]ok[/]     "
-        console.print(f"  {mark} {check.name}[dim]{' · ' + escape(check.seen) if check.seen else ''}[/]")
+        seen = f"[dim] · {escape(check.seen)}[/]" if check.seen else ""
+        console.print(f"  {mark} {escape(check.name)}{seen}", soft_wrap=True)
         for problem in check.problems:
             console.print(f"          {escape(problem)}", soft_wrap=True)
     console.print("\n[red]This run would not start.[/]" if failed else "\nThis run can start. Nothing was started.")

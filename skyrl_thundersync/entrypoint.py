@@ -7,7 +7,6 @@ runs, this process's own stdout and stderr go to a log file; what a person shoul
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import signal
@@ -21,6 +20,8 @@ from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, tell
 from skyrl_thundersync.heartbeat import named
 from skyrl_thundersync.interrupts import KeptInterrupts
+from skyrl_thundersync.loggers import into_run_folder
+from skyrl_thundersync.machine_limits import raise_own_limits
 from skyrl_thundersync.validate import checked_config
 
 INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
@@ -48,6 +49,7 @@ def train(cfg) -> int:
     130 on Ctrl-C. 143 on SIGTERM: the update that runs is dropped and, where checkpoints are kept at all, the last finished
     one saved.
     """
+    raise_own_limits()
     run_dir = Path(cfg.thundersync.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     display = Display(sys.__stdout__.fileno())
@@ -102,7 +104,7 @@ def _own(error: BaseException) -> BaseException:
 
 
 def _train(cfg, run_dir: Path, display: Display) -> None:
-    os.environ.setdefault("TENSORBOARD_DIR", str(run_dir / "tensorboard"))
+    into_run_folder(run_dir)
     from skyrl.train.config import get_config_as_yaml_str
 
     from skyrl_thundersync.heartbeat import Watch, at
@@ -126,6 +128,9 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         SandboxPool(ts.sandbox, run_id=run_dir.name) as pool,
         Cluster(cfg, run_dir, display) as cluster,
     ):
+        display.say(
+            f"[dim]agents' commands run in {pool.backend} (thundersync.sandbox.backend={ts.sandbox.backend})[/dim]"
+        )
         # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
         signal.signal(signal.SIGTERM, _preempt)
         terminal_env.configure(pool, ts.sandbox)

@@ -1,4 +1,4 @@
-"""Models, tasks and limits that a configuration names, checked on disk before anything starts."""
+"""Models and limits that a configuration names, checked on disk before anything starts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-
-
-def batch_problems(cfg: TrainConfig) -> list[str]:
-    """Whether the (readable) task files hold at least one batch."""
-    rows, wanted = _row_count(cfg.data.train_data), cfg.trainer.train_batch_size
-    if rows is None or rows >= wanted:
-        return []
-    return [
-        f"data.train_data has {rows} tasks and trainer.train_batch_size={wanted}: an update needs that many. Add tasks, or "
-        "lower the batch size."
-    ]
-
-
-def _row_count(paths: list[str]) -> int | None:
-    """Rows of all files together; None when one of them is a hub dataset."""
-    files = [Path(path).expanduser() for path in paths]
-    if not all(file.is_file() for file in files):
-        return None
-    return sum(1 for file in files for _ in read_rows(file))
 
 
 def models(cfg: TrainConfig) -> dict[str, str]:
@@ -159,84 +140,3 @@ def kv_cache_gib(cfg: TrainConfig) -> float:
     """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or the default."""
     given = cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes")
     return EngineSpec.kv_cache_gib if given is None else given / 2**30
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, row) of a JSON-lines or parquet file.
-
-    Raises:
-        ValueError: a line that is not a JSON object, with its number.
-    """
-    if path.suffix == ".parquet":
-        import polars
-
-        for index, row in enumerate(polars.read_parquet(path).iter_rows(named=True)):
-            yield f"{path}, row {index}", row
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where} is not a JSON object")
-            yield where, row
-
-
-def task_problems(option: str, path: str, env_class: str) -> list[str]:
-    """What is wrong with a file of tasks; the first three bad rows are named. Hub datasets are taken on trust."""
-    file = Path(path).expanduser()
-    if file.suffix not in (".json", ".jsonl", ".parquet"):
-        if _HUB_NAME.match(path.partition(":")[0]) and not file.exists():
-            return []
-        return [f"{option}: {path!r} is neither a .jsonl, .json or .parquet file nor a hub dataset. Correct the path."]
-    if not file.is_file():
-        return [f"{option}: there is no file {file.absolute()}. Correct the path."]
-    problems, rows, bad = [], 0, 0
-    try:
-        for where, row in read_rows(file):
-            rows += 1
-            if wrong := row_problems(row, env_class, trained=option == "data.train_data"):
-                bad += 1
-                if bad <= 3:
-                    problems.append(
-                        f"{option}: {where} (task {row.get('task_id', 'without task_id')}): {'; '.join(wrong)}."
-                    )
-    except ValueError as error:
-        return [*problems, f"{option}: {error}."]
-    if rows == 0:
-        return [f"{option}: {file} holds no tasks. Generate it again, or name another file."]
-    if bad > 3:
-        problems.append(f"{option}: {file}: {bad - 3} more of {rows} rows are wrong in the same way or another.")
-    return problems
-
-
-def row_problems(row: Mapping[str, Any], env_class: str, trained: bool) -> list[str]:
-    """What one task lacks. Tasks of environments other than "terminal" need a prompt only."""
-    problems = []
-    prompt = row.get("prompt")
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, Mapping) and "content" in m for m in prompt):
-        problems.append("`prompt` must be a non-empty list of chat messages with `role` and `content`")
-    if row.get("env_class", env_class) != "terminal":
-        return problems
-    if not row.get("task_id"):
-        problems.append("`task_id` is missing")
-    if not str(row.get("checker") or "").strip():
-        problems.append("`checker` is missing: a task without a checker has no reward")
-    if trained and row.get("collect"):
-        problems.append("`collect` is for evaluation: what is graded elsewhere has no reward here")
-    files = row.get("files", "{}")
-    try:
-        files = json.loads(files) if isinstance(files, str) else files
-    except json.JSONDecodeError as error:
-        problems.append(f"`files` is not JSON: {error}")
-        return problems
-    if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
-        problems.append("`files` must map relative paths to text")
-    elif any(name.startswith("/") or ".." in Path(name).parts for name in files):
-        problems.append("`files` names a path outside the working folder")
-    return problems

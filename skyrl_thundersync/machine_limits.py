@@ -15,6 +15,7 @@ from skyrl_thundersync.checks import Check
 
 GIB = 2**30
 LEAST_FILES = 4096
+MOST = 2**16
 LEAST_SHM = GIB
 LEAST_PROCESSES = 1024
 """Threads and processes. The quickstart's run has 300 on two cores; Ray, vLLM and torch start more on more."""
@@ -33,8 +34,9 @@ MEMORY = ("memory", ("memory.max", "memory.current"), ("memory.limit_in_bytes", 
 def cheap_checks() -> Iterator[Check]:
     """All that need no configuration."""
     yield shared_memory(Path("/dev/shm"))
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield processes(room_in_group(*PIDS))
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    rooms = (room_in_group(*PIDS), room_for_user(resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    yield processes(min((room for room in rooms if room is not None), default=None))
     yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
     yield ray_address(os.environ.get("RAY_ADDRESS"))
 
@@ -53,25 +55,53 @@ def shared_memory(folder: Path, least: int = LEAST_SHM) -> Check:
     return Check("shared memory", problems, f"{size.free / GIB:.1f} GiB free")
 
 
+def raise_own_limits() -> None:
+    """Let this process, and what it starts, have the open files, processes and threads that its hard limits allow.
+
+    Not more than `MOST`: there are programs that go through all files that they could have open.
+    """
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        soft, hard = resource.getrlimit(limit)
+        wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(limit, (wanted, hard))
+
+
 def open_files(limit: int) -> Check:
-    """Ray opens many sockets a process. `limit`: soft limit of open files; -1: none."""
+    """Ray opens many sockets a process. `limit`: hard limit of open files, to which a run raises its own; -1: none."""
     problems = ()
     if 0 <= limit < LEAST_FILES:
         problems = (
-            f"at most {limit} open files are allowed, Ray wants {LEAST_FILES}. Run `ulimit -n {LEAST_FILES}` first.",
+            f"at most {limit} open files can be had (`ulimit -Hn`), Ray wants {LEAST_FILES}. Raise the hard limit: in "
+            f"/etc/security/limits.conf, or start the container with --ulimit nofile={LEAST_FILES}.",
         )
     return Check("open files", problems, "unlimited" if limit < 0 else f"{limit} allowed")
 
 
 def processes(room: int | None) -> Check:
-    """`room`: threads and processes that the control group still allows; None: no limit. (`ulimit -u` does not bind root.)"""
+    """`room`: threads and processes that may still be started; None: no limit."""
     problems = ()
     if room is not None and room < LEAST_PROCESSES:
         problems = (
-            f"the control group of this process allows {room} more threads and processes, a run wants {LEAST_PROCESSES}. "
-            "Raise its pids.max, or start the container with --pids-limit=-1.",
+            f"{room} more threads and processes are allowed, a run wants {LEAST_PROCESSES}. Raise the hard limit (`ulimit "
+            "-Hu`) or the control group's pids.max, or start the container with --pids-limit=-1.",
         )
     return Check("processes", problems, "unlimited" if room is None else f"{room} more allowed")
+
+
+def room_for_user(limit: int) -> int | None:
+    """Threads and processes that this user may still start, of `limit` (hard; -1: none). None: no limit, as for root."""
+    if limit < 0 or os.geteuid() == 0:
+        return None
+    return max(0, limit - sum(_threads(folder) for folder in Path("/proc").glob("[0-9]*")))
+
+
+def _threads(process: Path) -> int:
+    """Of a process of this user; 0 of others', and of one that has ended meanwhile."""
+    try:
+        return len(os.listdir(process / "task")) if process.stat().st_uid == os.getuid() else 0
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def session_disk(folder: Path) -> Check:
@@ -92,6 +122,19 @@ def ray_address(address: str | None) -> Check:
         why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
         return Check("Ray of its own", (why,))
     return Check("Ray of its own", ())
+
+
+def writable(option: str, path: str) -> Check:
+    """Whether a folder can be made at `path` and written to."""
+    there = Path(path).absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    problems = ()
+    if not there.is_dir():
+        problems = (f"{option}={path}: {there} is no folder, so nothing can be written below it. Name another place.",)
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problems = (f"{option}={path}: this user may not write to {there}. Change its owner, or name another place.",)
+    return Check(f"folder {option}", problems, path)
 
 
 def update_disk(folder: Path, weights: int) -> Check:

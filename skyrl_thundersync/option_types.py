@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-_SKYRL_LISTS_TYPED_AS_STR = (".lora.target_modules", ".lora.exclude_modules")
+_LISTS_TYPED_AS_STR = (".lora.target_modules", ".lora.exclude_modules", "trainer.logger")
+"""Where SkyRL's type says text: lists that SkyRL takes, and the loggers, of which this plugin takes several."""
 
 
 def fields(cls: type) -> dict[str, Any]:
@@ -36,15 +39,15 @@ def optional_blocks(kind: Any) -> tuple[Any, ...]:
 
 def type_problem(key: str, kind: Any, value: Any) -> str | None:
     """Why `value` does not fit a field's type, or None when it does."""
-    if key.endswith(_SKYRL_LISTS_TYPED_AS_STR) and isinstance(value, list):
+    if key.endswith(_LISTS_TYPED_AS_STR) and isinstance(value, list):
         return None
     if any(_fits(member, value) for member in members(kind)):
         return None
     hint = ""
     if any(typing.get_origin(member) is list for member in members(kind)) and isinstance(value, str):
         hint = f" Write a list: {key}=[{value}]"
-    elif str in members(kind):
-        hint = f" Quote it to make it text: {key}='\"{value}\"'"
+    elif str in members(kind) and not isinstance(value, list | Mapping):
+        hint = f" Quote it to make it text: {key}={shlex.quote(json.dumps(str(value)))}"
     return f"expected {_describe(kind)}, got {type(value).__name__}.{hint}"
 
 
@@ -83,3 +86,11 @@ def _describe(kind: Any) -> str:
         else:
             names.append(getattr(member, "__name__", str(member)) if not typing.get_args(member) else str(member))
     return " or ".join(names).replace("typing.", "")
+
+
+def not_a_choice(value: object, allowed: tuple[str, ...]) -> str | None:
+    """What of an option's value, or of its list, is none of `allowed`; None when everything is."""
+    if value is None:
+        return None
+    given = value if isinstance(value, list) else [value]
+    return next((str(one) for one in given if one not in allowed), None if given else "[]")

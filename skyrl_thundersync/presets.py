@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.option_paths import placed
-from skyrl_thundersync.option_types import dataclass_in, fields, optional_blocks, type_problem
+from skyrl_thundersync.option_types import dataclass_in, fields, not_a_choice, optional_blocks, type_problem
 from skyrl_thundersync.plugins import nearest
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def split_arguments(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         key, equals, value = arg.partition("=")
         if not equals or not key:
             raise ConfigError(f"{arg!r} ({COMMAND_LINE}): overrides are written key=value, for example trainer.seed=7")
+        if key in ("plugin", "config"):
+            raise ConfigError(f"{arg!r} ({COMMAND_LINE}): no option is called {key!r}. Did you mean '+{arg}'?")
         if not key.startswith("+"):
             overrides.append(arg)
             continue
@@ -161,10 +163,10 @@ def flatten(tree: Mapping, config_class: type, origin: str, choices: Mapping[str
             problem = type_problem(key, kinds[name], value)
             if problem:
                 raise ConfigError(f"{key}={value!r} ({origin}): {problem}")
-            if key in choices and value is not None and value not in choices[key]:
+            if key in choices and (wrong := not_a_choice(value, choices[key])) is not None:
                 raise ConfigError(
                     f"{key}={value!r} ({origin}): must be one of {', '.join(choices[key])}. "
-                    f"{nearest(str(value), list(choices[key]))}"
+                    f"{nearest(wrong, list(choices[key]))}"
                 )
             leaves.append(Override(key, value, origin))
 

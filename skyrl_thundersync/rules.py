@@ -7,6 +7,7 @@ while the objective is the paper's.
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,17 @@ _SAMPLER_CHANGES = (
 )
 
 
+SCHEDULERS = (
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One option and what must hold of its value.
@@ -66,7 +78,22 @@ def _must_be(option: str, value: Any, why: str) -> Rule:
 
 
 def _at_least(option: str, bound: float, unit: str) -> Rule:
-    return Rule(option, lambda got, cfg: got is None or got >= bound, f"at least {bound} {unit} is needed", "Raise it")
+    return Rule(
+        option,
+        lambda got, cfg: got is None or bound <= got < math.inf,
+        f"at least {bound} {unit} is needed, and a finite number",
+        "Change it",
+    )
+
+
+def _share(option: str) -> Rule:
+    return Rule(option, lambda got, cfg: 0 < got <= 1, "it is a share, above 0 and at most 1", "Change it")
+
+
+def _interval(option: str) -> Rule:
+    return Rule(
+        option, lambda got, cfg: got == -1 or got >= 1, "it counts updates", "Set it to -1 for never, or to 1 or more"
+    )
 
 
 def _outcome(name: str) -> Rule:
@@ -285,10 +312,49 @@ RULES: tuple[Rule, ...] = (
     _at_least("generator.max_turns", 1, "turn"),
     _at_least("generator.sampling_params.max_generate_length", 1, "token"),
     _at_least("generator.inference_engine.num_engines", 1, "replica"),
+    _at_least("generator.max_input_length", 1, "token"),
+    _at_least("generator.eval_n_samples_per_prompt", 1, "sample"),
+    _at_least("generator.eval_sampling_params.max_generate_length", 1, "token"),
+    _at_least("generator.eval_sampling_params.temperature", 0, "(greedy)"),
+    _share("generator.eval_sampling_params.top_p"),
+    _at_least("generator.inference_engine.tensor_parallel_size", 1, "GPU"),
+    _at_least("generator.inference_engine.pipeline_parallel_size", 1, "GPU"),
+    _at_least("generator.inference_engine.data_parallel_size", 1, "GPU"),
+    _at_least("generator.inference_engine.max_num_seqs", 1, "sequence"),
+    _at_least("generator.inference_engine.max_num_batched_tokens", 1, "token"),
+    _share("generator.inference_engine.gpu_memory_utilization"),
+    _at_least("environment.skyrl_gym.max_env_workers", 0, "threads"),
+    _at_least("trainer.train_batch_size", 1, "prompt"),
+    _at_least("trainer.eval_batch_size", 1, "prompt"),
+    _at_least("trainer.epochs", 1, "epoch"),
+    _at_least("trainer.max_training_steps", 1, "update"),
+    _interval("trainer.eval_interval"),
+    _interval("trainer.ckpt_interval"),
+    _interval("trainer.hf_save_interval"),
+    _at_least("trainer.placement.policy_num_gpus_per_node", 1, "GPU"),
+    _at_least("trainer.placement.policy_num_nodes", 1, "node"),
+    _at_least("trainer.policy.model.lora.rank", 0, "(none)"),
+    _at_least("trainer.policy.model.lora.alpha", 1, "(it is divided by the rank)"),
+    _at_least("trainer.policy.optimizer_config.lr", 0, "(a step goes down the gradient)"),
+    _at_least("trainer.policy.optimizer_config.weight_decay", 0, "(none)"),
+    _at_least("trainer.policy.optimizer_config.max_grad_norm", 0, "(no clipping)"),
+    _at_least("trainer.policy.optimizer_config.num_warmup_steps", 0, "updates"),
+    Rule(
+        "trainer.policy.optimizer_config.adam_betas",
+        lambda got, cfg: len(got) == 2 and all(0 <= beta < 1 for beta in got),
+        "AdamW takes two, each at least 0 and below 1",
+        "Set it to [0.9,0.999], or leave it out",
+    ),
+    Rule(
+        "trainer.policy.optimizer_config.scheduler",
+        lambda got, cfg: got in SCHEDULERS,
+        f"it is one of Transformers' schedules that need nothing else said: {', '.join(SCHEDULERS)}",
+        "Take one of these",
+    ),
     Rule(
         "trainer.max_prompt_length",
-        lambda got, cfg: got <= cfg.generator.max_input_length,
-        "a prompt longer than generator.max_input_length ends its trajectory before the first turn",
+        lambda got, cfg: 1 <= got <= cfg.generator.max_input_length,
+        "a prompt longer than generator.max_input_length ends its trajectory before the first turn, and none is empty",
         "Lower it, or raise generator.max_input_length",
     ),
 )

@@ -17,6 +17,9 @@ from skyrl_thundersync import inputs, machine_limits, split, validate
 from skyrl_thundersync.checks import Check, require
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import uses_cuda
+from skyrl_thundersync.loggers import logger_problems, names
+from skyrl_thundersync.tasks.images import images_there
+from skyrl_thundersync.tasks.survey import Survey, Surveyor
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
@@ -47,6 +50,18 @@ def options(cfg: TrainConfig) -> Iterator[Check]:
     yield Check("options fit early release and the objective", tuple(validate.option_problems(cfg)))
 
 
+def folders(cfg: TrainConfig) -> Iterator[Check]:
+    yield machine_limits.writable("thundersync.run_dir", cfg.thundersync.run_dir)
+    for name in ("ckpt_path", "export_path", "log_path"):
+        path = getattr(cfg.trainer, name)
+        if not Path(path).is_relative_to(cfg.thundersync.run_dir) and "://" not in path:
+            yield machine_limits.writable(f"trainer.{name}", path)
+
+
+def loggers(cfg: TrainConfig) -> Iterator[Check]:
+    yield Check("loggers", tuple(logger_problems(cfg)), ", ".join(names(cfg)))
+
+
 def models(cfg: TrainConfig) -> Iterator[Check]:
     for option, path in inputs.models(cfg).items():
         problems = inputs.model_problems(option, path) or inputs.context_problems(cfg, option, path)
@@ -55,19 +70,46 @@ def models(cfg: TrainConfig) -> Iterator[Check]:
 
 
 def tasks(cfg: TrainConfig) -> Iterator[Check]:
+    """Task files, then what their rows ask of the sandbox."""
     named = [("data.train_data", path) for path in cfg.data.train_data]
     named += [("data.val_data", path) for path in cfg.data.val_data if cfg.trainer.eval_interval > 0]
     if not cfg.data.train_data:
         problem = "data.train_data=[]: there is nothing to train on. Name at least one file of tasks."
         yield Check("tasks", (problem,))
-    wrong = False
+    surveyor = Surveyor(cfg.environment.env_class)
+    surveys = {}
     for option, path in named:
-        problems = inputs.task_problems(option, path, cfg.environment.env_class)
-        rows = sum(1 for _ in inputs.read_rows(Path(path))) if not problems and Path(path).is_file() else None
-        yield Check(f"tasks {path}", tuple(problems), f"{rows} tasks" if rows is not None else "")
-        wrong = wrong or bool(problems)
-    if named and not wrong:
-        yield Check("enough tasks for a batch", tuple(inputs.batch_problems(cfg)))
+        surveys[option, path] = found = surveyor.survey(option, path)
+        seen = "hub data set, read when the run starts" if found.rows is None else f"{found.rows} tasks"
+        yield Check(f"tasks {path}", tuple(found.problems), "" if found.problems else seen)
+    if surveys and not any(found.problems for found in surveys.values()):
+        yield _batch(cfg, [found.rows for (option, _), found in surveys.items() if option == "data.train_data"])
+    yield from sandbox(cfg, list(surveys.values()))
+
+
+def _batch(cfg: TrainConfig, counts: list[int | None]) -> Check:
+    wanted, problems = cfg.trainer.train_batch_size, ()
+    if None not in counts and (rows := sum(counts)) < wanted:
+        problems = (
+            f"data.train_data has {rows} tasks and trainer.train_batch_size={wanted}: an update needs that many. Add "
+            "tasks, or lower the batch size.",
+        )
+    return Check("enough tasks for a batch", problems)
+
+
+def sandbox(cfg: TrainConfig, surveys: list[Survey]) -> Iterator[Check]:
+    """The backend, and whether it has what the surveyed rows ask for."""
+    from skyrl_thundersync.sandbox.base import SandboxError
+    from skyrl_thundersync.sandbox.select import choose_backend
+
+    name, wanted = "sandbox for agents' commands", cfg.thundersync.sandbox.backend
+    try:
+        taken = choose_backend(wanted)
+    except SandboxError as error:
+        yield Check(name, (str(error),))
+        return
+    yield Check(name, (), f"{taken} (thundersync.sandbox.backend={wanted})")
+    yield images_there(taken, cfg.thundersync.sandbox.image, surveys)
 
 
 def resume(cfg: TrainConfig) -> Iterator[Check]:
@@ -112,26 +154,32 @@ def tokenizers(cfg: TrainConfig) -> Iterator[Check]:
 
     from skyrl_thundersync.teacher.preflight import PreflightError, check_vocabularies
 
-    path, teacher = cfg.trainer.policy.model.path, cfg.thundersync.teacher.model
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    read, broken = {}, []
+    for option, path in inputs.models(cfg).items():
+        try:
+            read[option] = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            broken.append(f"{option}={path!r}: its tokenizer cannot be loaded: {error}. Save it again.")
+    if broken:
+        yield Check("tokenizers", tuple(broken))
+        return
+    option, tokenizer = next(iter(read.items()))
+    path = cfg.trainer.policy.model.path
     problems = []
     if not tokenizer.chat_template:
-        problems.append(
-            f"trainer.policy.model.path={path!r}: its tokenizer has no chat template, which multi-turn chat needs."
-        )
+        problems.append(f"{option}={path!r}: its tokenizer has no chat template, which multi-turn chat needs.")
     if tokenizer.eos_token_id is None:
-        problems.append(f"trainer.policy.model.path={path!r}: its tokenizer has no end-of-sequence token.")
+        problems.append(f"{option}={path!r}: its tokenizer has no end-of-sequence token.")
     yield Check("student's tokenizer and chat template", tuple(problems), f"{len(tokenizer)} tokens")
-    if cfg.thundersync.objective != "opd":
-        return
-    config = inputs.model_config(teacher)
-    rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    problems = []
-    try:
-        check_vocabularies(tokenizer, AutoTokenizer.from_pretrained(teacher), rows)
-    except PreflightError as error:
-        problems.append(f"thundersync.teacher.model={teacher!r}: {error}.")
-    yield Check("teacher means the same tokens", tuple(problems))
+    for option, other in list(read.items())[1:]:
+        config = inputs.model_config(cfg.thundersync.teacher.model)
+        rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        problems = []
+        try:
+            check_vocabularies(tokenizer, other, rows)
+        except PreflightError as error:
+            problems.append(f"{option}={cfg.thundersync.teacher.model!r}: {error}.")
+        yield Check("teacher means the same tokens", tuple(problems))
 
 
 def devices(cfg: TrainConfig) -> Iterator[Check]:
@@ -152,19 +200,6 @@ def devices(cfg: TrainConfig) -> Iterator[Check]:
     yield Check("devices", problems, f"{found} GPUs, {needed} needed")
 
 
-def sandbox(cfg: TrainConfig) -> Iterator[Check]:
-    from skyrl_thundersync.sandbox.base import SandboxError
-    from skyrl_thundersync.sandbox.select import choose_backend
-
-    name, wanted = "sandbox for agents' commands", cfg.thundersync.sandbox.backend
-    try:
-        taken = choose_backend(wanted)
-    except SandboxError as error:
-        yield Check(name, (str(error),))
-    else:
-        yield Check(name, (), f"{taken} (thundersync.sandbox.backend={wanted})")
-
-
 def _models_there(cfg: TrainConfig) -> bool:
     """Every model is a folder on this machine, and complete."""
     named = inputs.models(cfg)
@@ -175,5 +210,5 @@ def _models_there(cfg: TrainConfig) -> bool:
 
 Checks = Callable[["TrainConfig"], Iterator[Check]]
 
-LIGHT: tuple[Checks, ...] = (machine, options, models, tasks, resume, disk, memory)
-HEAVY: tuple[Checks, ...] = (host_agrees, tokenizers, devices, sandbox)
+LIGHT: tuple[Checks, ...] = (machine, options, folders, loggers, models, tasks, resume, disk, memory)
+HEAVY: tuple[Checks, ...] = (host_agrees, tokenizers, devices)

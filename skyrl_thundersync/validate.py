@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.host_defaults import apply_host_defaults
+from skyrl_thundersync.option_types import not_a_choice
 from skyrl_thundersync.options import CHOICES
 from skyrl_thundersync.plugins import nearest
 from skyrl_thundersync.presets import build_config
@@ -23,11 +24,8 @@ def option_problems(cfg: TrainConfig) -> list[str]:
     """One message per option that cannot be honoured; empty when there is none. Reads no file and loads no model."""
     found = []
     for option, allowed in CHOICES.items():
-        value = get(cfg, option)
-        if value is not None and value not in allowed:
-            found.append(
-                f"{option}={value!r}: must be one of {', '.join(allowed)}. {nearest(str(value), list(allowed))}"
-            )
+        if (wrong := not_a_choice(value := get(cfg, option), allowed)) is not None:
+            found.append(f"{option}={value!r}: must be one of {', '.join(allowed)}. {nearest(wrong, list(allowed))}")
     for rule in RULES:
         value = get(cfg, rule.option)
         if not rule.holds(value, cfg):
@@ -58,8 +56,11 @@ def skyrl_problems(cfg: TrainConfig) -> list[str]:
     """What SkyRL's own validation refuses, which its entry points ask too. It imports torch and Ray."""
     from skyrl.train.utils import validate_cfg
 
+    loggers, cfg.trainer.logger = cfg.trainer.logger, "console"  # it asks wandb's key of runs that need none
     try:
         validate_cfg(cfg)
     except (AssertionError, ValueError, NotImplementedError) as error:
         return [f"SkyRL's own validation refuses this configuration: {error or type(error).__name__}"]
+    finally:
+        cfg.trainer.logger = loggers
     return []

@@ -27,7 +27,8 @@ from skyrl_thundersync.data.decontaminate import (
 from skyrl_thundersync.data.harbor import HarborTask, read_task
 from skyrl_thundersync.data.split import development_groups, normalised
 from skyrl_thundersync.data.task_folder import Unsupported, folder_files, task_folders
-from skyrl_thundersync.inputs import read_rows
+from skyrl_thundersync.tasks import schema
+from skyrl_thundersync.tasks.files import read_rows
 
 MANIFEST_VERSION = 1
 PAPER = {
@@ -87,9 +88,12 @@ def harbor_source(name: str, root: Path, max_turns: int, partial_credit: bool, e
         if missing is not None:
             dropped[missing] += 1
             continue
+        row = task.row(max_turns, partial_credit)
+        if not _whole(row):
+            dropped["row"] += 1
+            continue
         seen.add(folder.name)
         family = seta.family(folder.name) if strict else folder.name
-        row = task.row(max_turns, partial_credit)
         samples.append(Sample(task.task_id, family, harbor_fingerprint(folder), row, task))
     samples.sort(key=lambda sample: sample.task_id)
     options = {"enabled": sorted(enabled), "max_turns": max_turns, "partial_credit": partial_credit}
@@ -108,16 +112,13 @@ def swe_smith_source(files: Sequence[Path], max_turns: int, partial_credit: bool
         if problem is not None:
             dropped[problem] += 1
             continue
+        made = swe_smith.terminal_row(row, max_turns, partial_credit)
+        if not _whole(made):
+            dropped["row"] += 1
+            continue
         seen.add(row["instance_id"])
         repository = swe_smith.group(row)
-        samples.append(
-            Sample(
-                str(row["instance_id"]),
-                repository,
-                swe_fingerprint(row, repository),
-                swe_smith.terminal_row(row, max_turns, partial_credit),
-            )
-        )
+        samples.append(Sample(str(row["instance_id"]), repository, swe_fingerprint(row, repository), made))
     samples.sort(key=lambda sample: sample.task_id)
     options = {"max_turns": max_turns, "partial_credit": partial_credit}
     digest = _hash("\n".join(sorted(_file_hash(file) for file in files)))
@@ -201,6 +202,11 @@ def write(prepared: Prepared, folder: Path) -> dict[str, Any]:
     fresh.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(fresh, folder / "manifest.json")
     return manifest
+
+
+def _whole(row: Mapping[str, Any]) -> bool:
+    """Whether `train` would take it, or Harbor's own runner."""
+    return not [field for field, _ in schema.problems(row)[1] if field != "needs"]
 
 
 def _against_paper(source: Source, counts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -7,14 +7,13 @@ graded by swebench's own harness (`rollout/swe_bench.py`), in fresh containers t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skyrl_thundersync.data.swe_smith import AGENT_TIMEOUT_S, WORKDIR, repository_row
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.inputs import read_rows
+from skyrl_thundersync.tasks.files import read_rows
 
 FIELDS = ("instance_id", "problem_statement", "image")
 COLLECT = f"cd {WORKDIR} && git add -A >/dev/null 2>&1 && git diff --cached --binary HEAD"
@@ -23,11 +22,11 @@ COLLECT_TIMEOUT_S = 300.0
 
 def read_instances(file: Path) -> list[dict[str, Any]]:
     """The data set's instances. Raises ConfigError for a file without them, or an instance without one of `FIELDS`."""
-    if file.suffix == ".json":
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    else:
-        rows = [dict(row) for _, row in read_rows(file)]
-    if not isinstance(rows, list) or not rows:
+    try:
+        rows = [row for _, row in read_rows(file)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not rows:
         raise ConfigError(f"{file}: no instances in it")
     for number, row in enumerate(rows):
         if missing := [field for field in FIELDS if not row.get(field)]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
-from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.callbacks import TrainingCallback
 
@@ -13,7 +12,9 @@ from skyrl_thundersync.analysis.record import Recorder
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.heartbeat import at
 from skyrl_thundersync.hosts.cluster import Cluster
+from skyrl_thundersync.hosts.dataset import TaskDataset
 from skyrl_thundersync.hosts.skyrl import StreamingGenerator, ThunderSyncTrainer
+from skyrl_thundersync.loggers import Trackers, trackers
 from skyrl_thundersync.metrics import MetricsFile
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
@@ -47,23 +48,17 @@ class ThunderSyncExperiment(BasePPOExp):
         self._cluster, self._display, self._run_dir = cluster, display, run_dir
         super().__init__(cfg)
 
-    def get_train_dataset(self) -> PromptDataset:
+    def get_train_dataset(self) -> TaskDataset:
         return self._dataset(self.cfg.data.train_data)
 
-    def get_eval_dataset(self) -> PromptDataset | None:
+    def get_eval_dataset(self) -> TaskDataset | None:
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
             return self._dataset(self.cfg.data.val_data)
         return None
 
-    def _dataset(self, files: list[str]) -> PromptDataset:
-        # In this process: eight workers that each import Transformers cost more than they filter.
-        dataset = PromptDataset(files, self.tokenizer, self.cfg.trainer.max_prompt_length, num_workers=1)
-        if len(dataset) == 0:
-            raise ValueError(
-                f"no task left in {', '.join(files)}: the files are empty, or every prompt is longer than "
-                f"trainer.max_prompt_length={self.cfg.trainer.max_prompt_length} tokens"
-            )
-        return dataset
+    def _dataset(self, files: list[str]) -> TaskDataset:
+        cfg = self.cfg
+        return TaskDataset(files, cfg.environment.env_class, self.tokenizer, cfg.trainer.max_prompt_length)
 
     def _setup_trainer(self) -> ThunderSyncTrainer:
         """As SkyRL's, without its FSDP or Megatron workers, whose import needs packages that only CUDA machines have."""
@@ -85,6 +80,9 @@ class ThunderSyncExperiment(BasePPOExp):
         self.trainer = trainer
         trainer.build_models()
         return trainer
+
+    def get_tracker(self) -> Trackers:
+        return trackers(self.cfg)
 
     def get_inference_client(self) -> TurnHook:
         client = self._cluster.rollout_client(super().get_inference_client)

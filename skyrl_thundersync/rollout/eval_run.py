@@ -21,6 +21,7 @@ from skyrl_thundersync import inputs
 from skyrl_thundersync.analysis.attempts import AttemptFiles, summarise
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import apply_host_defaults, uses_cuda
+from skyrl_thundersync.machine_limits import raise_own_limits
 from skyrl_thundersync.presets import build_config
 from skyrl_thundersync.quiet import quiet_imports
 from skyrl_thundersync.rollout import eval_cli, swe_bench, terminal_env
@@ -28,7 +29,9 @@ from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
 from skyrl_thundersync.rollout.generator import GuardedGenerator
+from skyrl_thundersync.run_checks import sandbox
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.tasks.survey import Surveyor
 
 PROBE_TOKENS = 16
 
@@ -54,8 +57,6 @@ def run(
     _check(cfg, attempts)
     tasks = read_tasks(cfg.data.val_data)
     task_ids = [task["task_id"] for task in tasks]
-    if elsewhere := [task["task_id"] for task in tasks if task.get("needs") not in (None, "", "build")]:
-        raise ConfigError(f"{len(elsewhere)} tasks need Harbor's own runner, {elsewhere[0]} for one: take them out")
     output = output.absolute()
     files = AttemptFiles(output, subject(cfg, tasks, adapter))
     try:
@@ -96,11 +97,13 @@ def _check(cfg: Any, attempts: int) -> None:
     model = cfg.trainer.policy.model.path
     option = "trainer.policy.model.path"
     problems = inputs.model_problems(option, model) or inputs.context_problems(cfg, option, model)
-    for file in cfg.data.val_data:
-        if not Path(file).expanduser().is_file():
-            problems.append(f"data.val_data: there is no file {file}")
-        else:
-            problems += inputs.task_problems("data.val_data", file, cfg.environment.env_class)
+    surveyor = Surveyor(cfg.environment.env_class)
+    surveys = {file: surveyor.survey("data.val_data", file) for file in cfg.data.val_data}
+    for file, found in surveys.items():
+        problems += found.problems
+        if found.rows is None and not found.problems:
+            problems.append(f"data.val_data: {file!r} is no file: an evaluation reads its tasks from files.")
+    problems += [problem for check in sandbox(cfg, list(surveys.values())) for problem in check.problems]
     if attempts > 1 and cfg.generator.eval_sampling_params.temperature == 0:
         problems.append(
             "generator.eval_sampling_params.temperature=0: attempts would all be the same. Set it to 1.0, or --attempts 1."
@@ -132,6 +135,7 @@ def _session(
     with SandboxPool(cfg.thundersync.sandbox, run_id=f"eval-{files.folder.name}") as pool:
         terminal_env.configure(pool, cfg.thundersync.sandbox)
         terminal_env.register_terminal_env()
+        raise_own_limits()
         ray.init(
             num_cpus=None if device == "cuda" else 8,
             include_dashboard=False,

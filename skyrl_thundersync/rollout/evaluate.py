@@ -19,7 +19,7 @@ from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TrajectoryID
 
 from skyrl_thundersync.analysis.attempts import Attempt
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.inputs import read_rows
+from skyrl_thundersync.tasks.files import read_rows
 
 if TYPE_CHECKING:
     from skyrl_thundersync.config import TrainConfig
@@ -31,9 +31,11 @@ def read_tasks(files: Sequence[str]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for file in files:
         for where, row in read_rows(Path(file).expanduser()):
+            if "task_id" not in row:
+                raise ConfigError(f"{where}: `task_id` is missing; attempts are counted by it")
             if row["task_id"] in rows:
                 raise ConfigError(f"{where}: task {row['task_id']!r} is there twice; attempts are counted by task id")
-            rows[row["task_id"]] = dict(row)
+            rows[row["task_id"]] = row
     if not rows:
         raise ConfigError("data.val_data names no task to evaluate on")
     return list(rows.values())

@@ -1,7 +1,8 @@
 """SkyRL's generator as this plugin uses it, to train and to evaluate.
 
 What it adds: texts of tasks and tools never become control tokens (`plain_contents`), the environment knows whether the chat
-template opens a thought, and what goes wrong in an environment has the environment's and the task's name (`guarded_env`).
+template opens a thought, a task's own `max_turns` holds where it is less than `generator.max_turns`, and what goes wrong in
+an environment has the environment's and the task's name (`guarded_env`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ class GuardedGenerator(SkyRLGymGenerator):
         Raises:
             RewardError: the reward is no number by `REWARD_RULE`.
         """
-        host_id = kwargs.get("trajectory_id")
+        host_id, own_turns = kwargs.get("trajectory_id"), env_extras.get("max_turns")
         guard = Guard(
             env_class=env_class,
             env_config=getattr(self.skyrl_gym_cfg, env_class, {}),
             task=str(env_extras.get("task_id") or getattr(host_id, "instance_id", "?")),
+            max_turns=self.max_turns if own_turns is None else min(own_turns, self.max_turns),
             crash_stops=self._crash_stops,
             too_long=partial(self._too_long, max_input_length),
         )

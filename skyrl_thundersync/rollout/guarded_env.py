@@ -16,8 +16,8 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import registry
 
-from skyrl_thundersync.rollout.task_row import TaskError
 from skyrl_thundersync.sandbox.base import SandboxLost, StartError
+from skyrl_thundersync.tasks.schema import TaskError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Guard:
     Attributes:
         env_class, env_config: as for `skyrl_gym.make`.
         task: the task's name, for messages.
+        max_turns: of this task; SkyRL writes its own option over the row's.
         crash_stops: an error at a step is raised; else the episode ends there, without reward.
         too_long: what is wrong with the length of a first prompt; None where nothing is.
     """
@@ -43,6 +44,7 @@ class Guard:
     env_class: str
     env_config: Any
     task: str
+    max_turns: int
     crash_stops: bool
     too_long: Callable[[ConversationType], str | None]
 
@@ -67,6 +69,7 @@ class GuardedEnv(BaseTextEnv):
         super().__init__()
         extras = dict(extras)
         self._guard: Guard = extras.pop(GUARD)
+        extras["max_turns"] = self._guard.max_turns
         self._reason = ""
         self._finished = False
         self._crashed = self._lost = False

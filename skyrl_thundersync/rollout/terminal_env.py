@@ -23,7 +23,6 @@ from skyrl_gym.envs.registration import registry
 from skyrl_thundersync import timeline
 from skyrl_thundersync.rollout.harbor_verifier import Grade, grading_script, read_grade
 from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
-from skyrl_thundersync.rollout.task_row import TaskError, field, mapping, seconds, task_files, task_tests
 from skyrl_thundersync.rollout.terminal_text import SUBMIT, describe_text, parse_action, unfinished_thought
 from skyrl_thundersync.sandbox.base import (
     WORKSPACE,
@@ -33,6 +32,7 @@ from skyrl_thundersync.sandbox.base import (
     StartError,
 )
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.tasks.schema import TaskError, TaskRow
 
 if TYPE_CHECKING:  # it imports all of SkyRL
     from skyrl_thundersync.config import SandboxConfig
@@ -50,7 +50,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ENV_ID = "terminal"
-CHECKER_TIMEOUT_S = 60.0
+OF_GENERATOR = ("thought_opened", "on_last_turn")
+"""Extras that are no fields of a row."""
 SETUP_TIMEOUT_S = 300.0
 RESTART_TIMEOUT_S = 30.0
 _REWARD = re.compile(r"reward=(.*)")
@@ -74,20 +75,11 @@ def register_terminal_env() -> None:
 class TerminalEnv(BaseTextEnv):
     """One episode.
 
-    `extras` is the dataset row: task_id (str), files ({relative path: text} or its JSON), checker (bash), max_turns
-    (int). `env_config` is not used. Optional:
+    `extras` is the dataset row (`tasks.schema.TaskRow`) with `max_turns` set; `env_config` is not used. `agent_timeout_s`
+    counts from the start of the sandbox on: set-up and commands are cut there, and the episode ends, graded, with the turn
+    that reaches it; `verifier_timeout_s` from there on. Beside the row, of the generator:
 
-    - image: Docker only, unless image_optional is true: bubblewrap then does without;
-    - workdir: where commands start and the checker runs, if not /workspace; the root file system can then be written
-      to where user 1000 may; env: variables of the agent's shell ({name: value} or its JSON);
-    - setup: bash, run once in the agent's shell before the first turn;
-    - tests: {path: text or {"base64": …}} or its JSON: the checker is a Harbor verifier (`harbor_verifier`), which finds
-      them in /tests and nobody before; verifier_env beside it; partial_credit (default true): its training reward;
-    - collect: what the checker prints is kept (metric `collected`) and graded elsewhere: evaluation only;
-    - agent_timeout_s: from the start of the sandbox on. Set-up and commands are cut there, and the episode ends, graded, with
-      the turn that reaches it; verifier_timeout_s: from there on;
     - thought_opened: the chat template opens every turn inside a thought (`terminal_text.opens_thought`);
-    - needs: what this environment has not, comma-separated; a row with any is refused;
     - on_last_turn: called once the turn in work is known to be the last, at the latest before the grading.
     """
 
@@ -99,29 +91,21 @@ class TerminalEnv(BaseTextEnv):
         super().__init__()
         if _pool is None or _config is None:
             raise RuntimeError("terminal_env.configure(pool, config) must be called before the first episode")
-        extras = extras or {}
         self._pool, self._config = _pool, _config
-        self.task_id = field(extras, "task_id", str)
-        self._files = task_files(self.task_id, extras)
-        self._checker = field(extras, "checker", str)
-        if extras.get("needs") not in (None, "", "build"):
-            raise TaskError(self.task_id, "needs", f"{extras['needs']}: run it through Harbor, not in this environment")
-        self._image = extras.get("image")
-        if self._pool.backend == "bubblewrap" and extras.get("image_optional"):
+        extras = extras or {}
+        row = TaskRow.of({name: value for name, value in extras.items() if name not in OF_GENERATOR})
+        if row.max_turns is None:
+            raise TaskError(row.task_id, "max_turns", "is missing")
+        self.task_id, self.max_turns = row.task_id, row.max_turns
+        self._files, self._setup = row.files, row.setup
+        self._image = row.image
+        if self._pool.backend == "bubblewrap" and row.image_optional:
             self._image = None
-        self._workdir = extras.get("workdir") or WORKSPACE
-        self._env = mapping(self.task_id, extras, "env")
-        self._setup = extras.get("setup") or ""
-        self._tests = task_tests(self.task_id, extras)
-        self._verifier_env = mapping(self.task_id, extras, "verifier_env")
-        self._collect = extras.get("collect") is True
-        self._collected = ""
-        self._partial_credit = extras.get("partial_credit") is not False
-        self._agent_timeout_s = seconds(extras, "agent_timeout_s", math.inf)
-        self._verifier_timeout_s = seconds(extras, "verifier_timeout_s", CHECKER_TIMEOUT_S)
-        self.max_turns = field(extras, "max_turns", int)
-        if self.max_turns < 1:
-            raise TaskError(self.task_id, "max_turns", f"must be at least 1, got {self.max_turns}")
+        self._workdir, self._env = row.workdir, row.env
+        self._checker, self._tests, self._verifier_env = row.checker, row.tests, row.verifier_env
+        self._collect, self._collected = row.collect, ""
+        self._partial_credit = row.partial_credit
+        self._agent_timeout_s, self._verifier_timeout_s = row.agent_timeout_s, row.verifier_timeout_s
         self._sandbox: Sandbox | None = None
         self._reward = 0.0
         self._solved = False

@@ -60,12 +60,25 @@ class DockerEngine:
 
     def require_image(self, image: str) -> None:
         """Raises SandboxError when the engine does not hold `image`: nothing is pulled while agents run."""
-        try:
-            self.api.inspect_image(image)
-        except docker.errors.ImageNotFound as error:
+        if not self.has_image(image):
             raise SandboxError(
                 f"the Docker engine has no image {image!r}: docker pull or build it, or set thundersync.sandbox.image"
-            ) from error
+            )
+
+    def has_image(self, image: str) -> bool:
+        """Raises SandboxError when the engine does not answer."""
+        try:
+            self.api.inspect_image(image)
+        except docker.errors.ImageNotFound:
+            return False
+        except ENGINE_ERRORS as error:
+            raise SandboxError(f"the Docker engine does not answer: {error}") from error
+        return True
+
+    def names(self) -> set[str]:
+        """All images' names, each with its tag. Raises SandboxError when the engine does not answer."""
+        try:
+            return {name for image in self.api.images() for name in image["RepoTags"] or ()}
         except ENGINE_ERRORS as error:
             raise SandboxError(f"the Docker engine does not answer: {error}") from error
 

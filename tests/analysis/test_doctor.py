@@ -1,6 +1,8 @@
 """`doctor`: each problem is found on a machine that has it, with a fix; the memory estimate is what the parts need."""
 
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -32,7 +34,7 @@ def test_each_limit_names_the_fix(tmp_path):
     assert machine_limits.shared_memory(tmp_path, least=0).problems == ()
     assert "--shm-size" in machine_limits.shared_memory(tmp_path, least=2**60).problems[0]
     assert "Mount a tmpfs" in machine_limits.shared_memory(tmp_path / "none").problems[0]
-    assert "ulimit -n 4096" in machine_limits.open_files(256).problems[0]
+    assert "--ulimit nofile=4096" in machine_limits.open_files(256).problems[0]
     assert machine_limits.open_files(-1).problems == machine_limits.open_files(4096).problems == ()
     assert machine_limits.update_disk(tmp_path, 0).problems == ()
     assert "Free some space" in machine_limits.update_disk(tmp_path, 2**60).problems[0]
@@ -74,6 +76,35 @@ def test_what_a_control_group_allows_is_counted_over_all_above_it(tmp_path, monk
     assert memory() == 0
     group("pod", memory__stat=f"anon 9\ninactive_file {2**33}\nactive_file 4096")
     assert memory() == 4096
+
+
+def test_a_run_raises_its_own_soft_limit():
+    """Refused only where the hard one is too low."""
+    script = (
+        "import resource\n"
+        "from skyrl_thundersync.machine_limits import cheap_checks, raise_own_limits\n"
+        "raise_own_limits()\n"
+        "found = {check.name: check for check in cheap_checks()}\n"
+        "print(len(found['open files'].problems), *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+
+    def limited(soft: int, hard: int) -> list[int]:
+        command = ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-c", script]
+        return [
+            int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        ]
+
+    assert limited(1024, 8000) == [0, 8000, 8000]
+    assert limited(1024, 2000) == [1, 2000, 2000]
+
+
+def test_a_user_has_the_threads_that_the_hard_limit_leaves(monkeypatch):
+    assert machine_limits.room_for_user(-1) is None
+    assert machine_limits.room_for_user(10) is None or os.geteuid() != 0
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    threads = 10**6 - machine_limits.room_for_user(10**6)
+    assert threads >= len(os.listdir("/proc/self/task"))
+    assert machine_limits.room_for_user(1) == 0
 
 
 def test_a_full_disk_is_found(tmp_path, monkeypatch):

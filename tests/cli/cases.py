@@ -23,11 +23,11 @@ def write_tasks(path: Path, *changes: dict) -> Path:
     row = {
         "prompt": [{"role": "user", "content": "Make ans."}],
         "env_class": "terminal",
-        "task_id": "make-1",
         "files": "{}",
         "checker": "[ -e ans ]",
         "max_turns": 2,
     }
-    rows = [{k: v for k, v in (row | change).items() if v is not None} for change in changes]
+    rows = [row | {"task_id": f"make-{number}"} | change for number, change in enumerate(changes, 1)]
+    rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

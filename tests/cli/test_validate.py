@@ -99,6 +99,35 @@ BAD = {
     "generator.sampling_params.max_generate_length": 0,
     "generator.inference_engine.num_engines": 0,
     "trainer.max_prompt_length": 100000,
+    "generator.max_input_length": 0,
+    "generator.eval_n_samples_per_prompt": 0,
+    "generator.eval_sampling_params.max_generate_length": 0,
+    "generator.eval_sampling_params.temperature": -0.5,
+    "generator.eval_sampling_params.top_p": 0.0,
+    "generator.inference_engine.tensor_parallel_size": 0,
+    "generator.inference_engine.pipeline_parallel_size": 0,
+    "generator.inference_engine.data_parallel_size": 0,
+    "generator.inference_engine.max_num_seqs": 0,
+    "generator.inference_engine.max_num_batched_tokens": 0,
+    "generator.inference_engine.gpu_memory_utilization": 1.5,
+    "environment.skyrl_gym.max_env_workers": -1,
+    "trainer.train_batch_size": 0,
+    "trainer.eval_batch_size": 0,
+    "trainer.epochs": 0,
+    "trainer.max_training_steps": 0,
+    "trainer.eval_interval": 0,
+    "trainer.ckpt_interval": -2,
+    "trainer.hf_save_interval": 0,
+    "trainer.placement.policy_num_gpus_per_node": 0,
+    "trainer.placement.policy_num_nodes": 0,
+    "trainer.policy.model.lora.rank": -1,
+    "trainer.policy.model.lora.alpha": 0,
+    "trainer.policy.optimizer_config.lr": float("nan"),
+    "trainer.policy.optimizer_config.weight_decay": -1.0,
+    "trainer.policy.optimizer_config.max_grad_norm": float("inf"),
+    "trainer.policy.optimizer_config.num_warmup_steps": -1,
+    "trainer.policy.optimizer_config.adam_betas": [0.9, 1.0],
+    "trainer.policy.optimizer_config.scheduler": "cosin",
 }
 
 
@@ -240,42 +269,3 @@ def test_an_empty_dataset_is_refused(config, tmp_path):
     config.data.train_data = []
     with pytest.raises(ConfigError, match="nothing to train on"):
         require_fit(config)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"checker": None}, "a task without a checker has no reward"),
-        ({"checker": "  "}, "a task without a checker has no reward"),
-        ({"task_id": None}, "`task_id` is missing"),
-        ({"prompt": None}, "`prompt` must be"),
-        ({"prompt": []}, "`prompt` must be"),
-        ({"files": "{"}, "`files` is not JSON"),
-        ({"files": "[1]"}, "`files` must map"),
-        ({"files": '{"../x": ""}'}, "outside the working folder"),
-        ({"collect": True}, "`collect` is for evaluation"),
-    ],
-)
-def test_a_bad_task_is_refused_with_its_line(config, tmp_path, change, says):
-    config.data.train_data = [str(write_tasks(tmp_path / "tasks.jsonl", {}, change))]
-    problems = input_problems(config)
-    assert len(problems) == 1
-    assert "line 2" in problems[0]
-    assert says in problems[0]
-
-
-def test_many_bad_tasks_are_summed_up(tmp_path):
-    path = write_tasks(tmp_path / "tasks.jsonl", *[{"checker": ""}] * 10)
-    problems = inputs.task_problems("data.train_data", str(path), "terminal")
-    assert len(problems) == 4
-    assert "7 more of 10" in problems[-1]
-
-
-def test_a_missing_or_broken_task_file_is_refused(config, tmp_path):
-    config.data.val_data = [str(tmp_path / "gone.jsonl")]
-    assert "no file" in input_problems(config)[0]
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{}\n{\n")
-    problems = inputs.task_problems("data.val_data", str(broken), "gsm8k")
-    assert any("line 2 is not JSON" in problem for problem in problems)
-    assert "neither a" in inputs.task_problems("data.val_data", str(tmp_path / "x.txt"), "gsm8k")[0]

@@ -16,7 +16,7 @@ from skyrl_thundersync.data import prepare, seta, swe_smith
 from skyrl_thundersync.data.decontaminate import load_benchmark, repository_name, swe_fingerprint
 from skyrl_thundersync.data.split import development_groups, normalised
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.inputs import row_problems
+from skyrl_thundersync.tasks.survey import RowChecks
 
 BUG = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-x = {old}\n+x = {new}\n"
 
@@ -102,7 +102,7 @@ def test_swe_smith_filters_split_and_manifest(tmp_path):
     chosen = {row["task_id"].split(".")[0].replace("__", "/") for row in dev}
     assert chosen == set(manifest["groups"]["dev"])
     assert chosen.isdisjoint(row["task_id"].split(".")[0].replace("__", "/") for row in train)
-    assert all(not row_problems(row, "terminal", trained=True) and row["max_turns"] == 9 for row in train + dev)
+    assert all(not RowChecks("terminal").check(row, trained=True)[1] and row["max_turns"] == 9 for row in train + dev)
     for name in ("train.jsonl", "dev.jsonl"):
         digest = hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
         assert manifest["outputs"][name]["sha256"] == digest
@@ -214,7 +214,7 @@ def test_seta_filters_families_and_decontamination(tmp_path, make_task):
     assert manifest["groups"]["all"] == 22 and len(manifest["groups"]["dev"]) == 2
     rows = read(tmp_path / "out", "train.jsonl") + read(tmp_path / "out", "dev.jsonl")
     assert len(rows) == manifest["counts"]["kept"] == 23
-    assert all(not row_problems(row, "terminal", trained=True) for row in rows)
+    assert all(not RowChecks("terminal").check(row, trained=True)[1] for row in rows)
 
 
 def test_the_same_tests_beside_another_runner_overlap(tmp_path, make_task):

@@ -305,3 +305,9 @@ def test_under_opd_nothing_is_masked_and_nothing_that_was_sampled_is_ever_retrie
 
 def test_the_table_says_itself():
     assert "timeout trained, context_overflow zero" in str(Outcomes(OutcomesConfig()))
+
+
+@pytest.mark.parametrize(("own", "turns"), [(2, 2), (9, 4), (None, 4)])
+def test_a_task_may_ask_for_fewer_turns_than_the_generator_allows(rollout, own, turns):
+    _, sources, _ = rollout("true", "true", "true", "true", task={**GRADED, "max_turns": own})
+    assert len(sources) == turns

@@ -188,7 +188,7 @@ def test_the_checker_is_out_of_reach_before_grading(configured):
         ({"files": "[1]"}, "files", "must map paths"),
         ({"max_turns": None}, "max_turns", "is missing"),
         ({"max_turns": 0}, "max_turns", "at least 1"),
-        ({"max_turns": "3"}, "max_turns", "must be int"),
+        ({"max_turns": "3"}, "max_turns", "must be a whole number"),
     ],
 )
 def test_a_bad_task_is_named_with_its_field(configured, changes, field, problem):
