@@ -16,7 +16,7 @@ import docker
 import docker.errors
 
 from skyrl_thundersync.sandbox.base import SandboxError
-from skyrl_thundersync.sandbox.docker import ENGINE_ERRORS
+from skyrl_thundersync.sandbox.docker_exec import ENGINE_ERRORS
 
 BUILD_TIMEOUT_S = 3600
 _NOT_GIVEN = ("/", "/bin", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr", "/var")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol, runtime_checkable
@@ -104,6 +104,26 @@ class Sandbox(Protocol):
     def close(self) -> None:
         """End every process and give everything back. May be called again, and while another thread is in `run`."""
         ...
+
+
+def call_all(doing: str, calls: Iterable[Callable[[], object]]) -> None:
+    """Make every call, whatever the ones before it raised: for giving things back.
+
+    Raises:
+        the error met, where there was one; an interrupt before all others;
+        ExceptionGroup: of several errors, with `doing` as its message.
+    """
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+    interrupts = [error for error in errors if not isinstance(error, Exception)]
+    if interrupts or len(errors) == 1:
+        raise (interrupts or errors)[0]
+    if errors:
+        raise ExceptionGroup(doing, errors)
 
 
 class HeadTailBuffer:

@@ -27,7 +27,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from skyrl_thundersync.sandbox import cgroup
-from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, Limits, Owner, SandboxError, SandboxLost
+from skyrl_thundersync.sandbox.base import (
+    HARBOR_FOLDERS,
+    WORKSPACE,
+    Limits,
+    Owner,
+    SandboxError,
+    SandboxLost,
+    call_all,
+)
 from skyrl_thundersync.sandbox.namespace import SANDBOX_USER, Holder, NamespaceChannel, as_host_user
 from skyrl_thundersync.sandbox.shell import AGENT_ENV, SHELL, Channel, ShellSandbox
 
@@ -67,17 +75,19 @@ class BubblewrapSandbox(ShellSandbox):
         super().__init__(name, limits, output_limit_bytes)
         self._processes: list[NamespaceChannel] = []
         self._processes_lock = threading.Lock()
-        self._group = cgroup.create(Owner.current(), _next_label(), limits)
-        self._holder = Holder(limits)
+        self._group: cgroup.ControlGroup | None = None
+        self._holder: Holder | None = None
         try:
+            self._group = cgroup.create(Owner.current(), _next_label(), limits)
+            self._holder = Holder(limits)
             self._holder.wait_ready()
             self._shell = self._new_shell(AGENT_ENV, grading=False)
-        except SandboxError:
+        except BaseException:
             self.close()
             raise
 
     def _open_channel(self, env: Mapping[str, str], grading: bool) -> Channel:
-        if not self._holder.alive:
+        if self._holder is None or not self._holder.alive:
             raise SandboxError(f"sandbox {self.name}: its holder process was killed from outside (out of memory?)")
         channel = NamespaceChannel(self._shell_command(env, grading))
         with self._processes_lock:
@@ -127,14 +137,15 @@ class BubblewrapSandbox(ShellSandbox):
     def _kill_processes(self) -> None:
         with self._processes_lock:
             channels, self._processes = self._processes, []
-        for channel in channels:
-            channel.kill()
+        call_all(f"ending the processes of sandbox {self.name}", [channel.kill for channel in channels])
 
     def _destroy(self) -> None:
-        self._kill_processes()
-        self._holder.close()
+        calls = [self._kill_processes]
+        if self._holder is not None:
+            calls.append(self._holder.close)
         if self._group is not None:
-            self._group.remove()
+            calls.append(self._group.remove)
+        call_all(f"giving sandbox {self.name} back", calls)
 
 
 def _joining(group: cgroup.ControlGroup | None, command: list[str]) -> list[str]:

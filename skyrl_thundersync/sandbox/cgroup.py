@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from skyrl_thundersync.sandbox.base import Limits, Owner, SandboxError, process_start
+from skyrl_thundersync.sandbox.base import Limits, Owner, SandboxError, call_all, process_start
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "thundersync-"
@@ -35,8 +36,7 @@ class ControlGroup:
 
     def remove(self) -> None:
         """Raises SandboxError when the kernel still counts members after some seconds."""
-        for folder in self.folders:
-            _remove(folder)
+        call_all("removing control groups", [partial(_remove, folder) for folder in self.folders])
 
 
 def available() -> bool:
@@ -60,10 +60,11 @@ def create(owner: Owner, label: str, limits: Limits) -> ControlGroup | None:
             for file, value in values.items():
                 if (folder / file).exists() or file not in OPTIONAL:
                     (folder / file).write_text(value)
-    except OSError:
-        for folder in made:
-            _remove(folder)
-        return None
+    except BaseException as error:
+        call_all("removing control groups", [partial(_remove, folder) for folder in made])
+        if isinstance(error, OSError):
+            return None
+        raise
     return ControlGroup(tuple(made)) if made else None
 
 

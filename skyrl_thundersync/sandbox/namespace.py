@@ -68,19 +68,24 @@ class Holder:
         self.pid = int(said.split()[-1])
 
     def close(self) -> None:
+        """Raises SandboxLost when the kernel does not end it in time."""
         self._process.kill()  # its child has a parent-death signal
-        self._process.wait(KILL_TIMEOUT_S)
-        self._process.stdin.close()
-        self._process.stdout.close()
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise SandboxLost(f"the holder {self._process.pid} of a sandbox does not end") from error
+        finally:
+            self._process.stdin.close()
+            self._process.stdout.close()
 
 
 class NamespaceChannel:
     """A `bwrap` of ours: standard input and output, and a handle on the first process of its process namespace."""
 
     def __init__(self, command: list[str]) -> None:
-        info_read, info_write = os.pipe()
         self._first_process = -1
         self._lock = threading.Lock()
+        info_read, info_write = os.pipe()
         try:
             words = [str(info_write) if word == "INFO_FD" else word for word in command]
             self._process = _start(words, info_write)
@@ -92,18 +97,19 @@ class NamespaceChannel:
                 data = _read(info_read, deadline)
                 if not data:
                     said = _read(self._process.stdout.fileno(), time.monotonic() + 1.0) or b""
-                    self._process.kill()
-                    self._process.wait(KILL_TIMEOUT_S)
-                    self._close_pipes()
                     raise SandboxError(f"bubblewrap did not start: {said.decode('utf-8', 'replace').strip()}")
                 info += data
-            try:
+            # It may have ended already; end-of-file follows.
+            with contextlib.suppress(ProcessLookupError):
                 self._first_process = os.pidfd_open(json.loads(info)["child-pid"])
-            except ProcessLookupError:  # it has ended already; end-of-file follows
-                self._first_process = -1
+            os.set_blocking(self._process.stdin.fileno(), False)
+        except BaseException:
+            self._process.kill()
+            self._process.wait(KILL_TIMEOUT_S)
+            self._close_pipes()
+            raise
         finally:
             os.close(info_read)
-        os.set_blocking(self._process.stdin.fileno(), False)
 
     def send(self, data: bytes, deadline: float) -> bool:
         target = self._process.stdin.fileno()
@@ -188,7 +194,10 @@ def _start(command: list[str], inherited: int | None = None) -> subprocess.Popen
         starting = _starter.submit(start)
     except RuntimeError as error:
         raise SandboxError(f"no sandbox starts any more: {error}") from error
-    return starting.result()
+    try:
+        return starting.result()
+    except OSError as error:  # no process, no memory
+        raise SandboxError(f"bubblewrap did not start: {error}") from error
 
 
 def _read(source: int, deadline: float) -> bytes | None:

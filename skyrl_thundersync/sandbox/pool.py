@@ -8,8 +8,8 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from skyrl_thundersync.sandbox import bubblewrap, docker
-from skyrl_thundersync.sandbox.base import Limits, Sandbox, SandboxError, SandboxLost
+from skyrl_thundersync.sandbox import bubblewrap, docker, docker_engine
+from skyrl_thundersync.sandbox.base import Limits, Sandbox, SandboxError, SandboxLost, call_all
 from skyrl_thundersync.sandbox.select import choose_backend
 from skyrl_thundersync.sandbox.shell import ShellSandbox
 from skyrl_thundersync.sandbox.warm import Kind, WarmSandboxes
@@ -44,7 +44,7 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._open: dict[str, ShellSandbox] = {}
         self._closed = False
-        self._engine = docker.DockerEngine() if self.backend == "docker" else None
+        self._engine = docker_engine.DockerEngine() if self.backend == "docker" else None
         if self._engine is not None:
             self._engine.require_image(config.image)
         self._plain = Kind(config.image if self._engine is not None else None, False)
@@ -123,22 +123,16 @@ class SandboxPool:
         """Close every sandbox, also those with a command running in another thread. Nothing can be created after.
 
         Raises:
-            ExceptionGroup: of the errors met; the other sandboxes are closed nevertheless.
+            SandboxError, or ExceptionGroup of several: what could not be closed; the others are nevertheless.
         """
         atexit.unregister(self.close_all)
         with self._lock:
             self._closed = True
             left = list(self._open.values())
-        errors: list[Exception] = []
-        for close in (*(sandbox.close for sandbox in left), self._warm.close):
-            try:
-                close()
-            except (SandboxError, ExceptionGroup) as error:
-                errors.append(error)
+        closes = [*(sandbox.close for sandbox in left), self._warm.close]
         if self._engine is not None:
-            self._engine.close()
-        if errors:
-            raise ExceptionGroup(f"closing the sandboxes of run {self.run_id}", errors)
+            closes.append(self._engine.close)
+        call_all(f"closing the sandboxes of run {self.run_id}", closes)
 
     def _forget(self, name: str) -> None:
         with self._lock:

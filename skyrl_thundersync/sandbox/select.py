@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from skyrl_thundersync.sandbox import bubblewrap, docker
+from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.base import SandboxError
 
 BACKENDS: dict[str, Callable[[], str | None]] = {
-    "docker": docker.reason_unavailable,
+    "docker": docker_engine.reason_unavailable,
     "bubblewrap": bubblewrap.reason_unavailable,
 }
 """Best first. Each function says None where the backend works, else what is missing and how to get it."""

@@ -34,6 +34,7 @@ from skyrl_thundersync.sandbox.base import (
     Limits,
     SandboxError,
     SandboxLost,
+    call_all,
     checked_files,
 )
 
@@ -223,13 +224,20 @@ class ShellSandbox(ABC):
             if self._closed.is_set():
                 return
             self._closed.set()
-        self.on_close()
+        # _destroy ends a command that runs in another thread, which then lets go of the lock.
+        call_all(
+            f"closing sandbox {self.name}",
+            (self.on_close, self._close_idle_shell, self._destroy, self._close_last_shell),
+        )
+
+    def _close_idle_shell(self) -> None:
         if self._lock.acquire(blocking=False):
             try:
                 self._close_shell()
             finally:
                 self._lock.release()
-        self._destroy()  # ends a command that runs in another thread, which then lets go of the lock
+
+    def _close_last_shell(self) -> None:
         with self._lock:
             self._close_shell()
 
@@ -241,7 +249,7 @@ class ShellSandbox(ABC):
             channel = self._open_channel(env, grading)
             try:
                 return PersistentShell(channel, setup)
-            except SandboxError:
+            except BaseException:
                 channel.close()
                 raise
         except SandboxError as error:
@@ -261,9 +269,9 @@ class ShellSandbox(ABC):
             self._kill_processes()
 
     def _close_shell(self) -> None:
-        if self._shell is not None:
-            self._shell.close()
-            self._shell = None
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            shell.close()
 
     @contextmanager
     def _losing(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from skyrl_thundersync.sandbox.base import SandboxError
+from skyrl_thundersync.sandbox.base import SandboxError, call_all
 from skyrl_thundersync.sandbox.shell import ShellSandbox
 
 logger = logging.getLogger(__name__)
@@ -79,30 +79,24 @@ class WarmSandboxes:
                 # Full of what nobody asked for after all: make room.
                 surplus.append(self._ready.pop(0)[1])
             self._wake()
-        for left in surplus:
-            left.close()
+        call_all("closing sandboxes that nobody asked for", [left.close for left in surplus])
         return sandbox
 
     def close(self) -> None:
         """End the thread and every sandbox that was not taken.
 
         Raises:
-            ExceptionGroup: of the errors met; the others are closed nevertheless.
+            SandboxError, or ExceptionGroup of several: what could not be closed; the others are nevertheless.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        errors: list[SandboxError] = []
-        for _, sandbox, _ in self._ready:
-            try:
-                sandbox.close()
-            except SandboxError as error:
-                errors.append(error)
-        self._ready.clear()
-        if errors:
-            raise ExceptionGroup("closing sandboxes that were started ahead", errors)
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            ready, self._ready = self._ready, []
+            call_all("closing sandboxes that were started ahead", [sandbox.close for _, sandbox, _ in ready])
 
     def _pop(self, kind: Kind) -> ShellSandbox | None:
         for index, (has, sandbox, _) in enumerate(self._ready):
@@ -118,7 +112,7 @@ class WarmSandboxes:
         return old
 
     def _wake(self) -> None:
-        if self._thread is None and not self._closed:
+        if (self._thread is None or not self._thread.is_alive()) and not self._closed:
             self._thread = threading.Thread(target=self._work, name="sandbox-warm", daemon=True)
             self._thread.start()
         self._changed.notify_all()
@@ -136,14 +130,15 @@ class WarmSandboxes:
             except SandboxError as error:
                 # Whoever asks next starts his own, and gets the error if it lasts.
                 logger.warning("starting a sandbox ahead failed: %s", error)
-            with self._changed:
-                self._starting = None
-                if sandbox is None:
-                    self._expected.clear()
-                    self._keep_plain = False  # until it is asked for again
-                else:
-                    self._ready.append((kind, sandbox, time.monotonic()))
-                self._changed.notify_all()
+            finally:  # whatever else is raised ends this thread, and nobody waits for it
+                with self._changed:
+                    self._starting = None
+                    if sandbox is None:
+                        self._expected.clear()
+                        self._keep_plain = False  # until it is asked for again
+                    else:
+                        self._ready.append((kind, sandbox, time.monotonic()))
+                    self._changed.notify_all()
 
     def _wished(self) -> bool:
         return bool(self._expected) or self._keep_plain

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from skyrl_thundersync.checks import Check
 from skyrl_thundersync.sandbox.base import SandboxError
-from skyrl_thundersync.sandbox.docker import DockerEngine
+from skyrl_thundersync.sandbox.docker_engine import DockerEngine
 from skyrl_thundersync.tasks.survey import NAMED, Places, Survey
 
 NAME = "images of the tasks"

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_thundersync.config import SandboxConfig
 from skyrl_thundersync.rollout import terminal_env
-from skyrl_thundersync.sandbox import bubblewrap, docker
+from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
@@ -15,7 +15,7 @@ MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
 @pytest.fixture(scope="session", params=["bubblewrap", "docker"])
 def backend_pool(request):
     """A pool of each backend: bubblewrap must be there, Docker where an engine answers."""
-    if request.param == "docker" and (reason := docker.reason_unavailable()):
+    if request.param == "docker" and (reason := docker_engine.reason_unavailable()):
         pytest.skip(f"Docker: {reason}")
     if request.param == "bubblewrap" and (reason := bubblewrap.reason_unavailable()):
         pytest.fail(f"bubblewrap: {reason}")

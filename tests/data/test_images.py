@@ -6,7 +6,7 @@ from test_prepare import manifest_of, read, run
 from skyrl_thundersync.data.execution import attempt
 from skyrl_thundersync.data.harbor import read_task
 from skyrl_thundersync.data.images import BuildError, ImageBuilder, owned_tag
-from skyrl_thundersync.sandbox import docker
+from skyrl_thundersync.sandbox import docker_engine
 
 BASE = "local/bookworm-py:1"
 APP = {
@@ -19,7 +19,7 @@ APP = {
 
 @pytest.fixture
 def docker_sandboxes(request):
-    if reason := docker.reason_unavailable():
+    if reason := docker_engine.reason_unavailable():
         pytest.skip(f"Docker: {reason}")
 
 

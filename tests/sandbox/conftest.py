@@ -9,7 +9,7 @@ import os
 import pytest
 
 from skyrl_thundersync.config import SandboxConfig
-from skyrl_thundersync.sandbox import bubblewrap, docker
+from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
 BACKENDS = ("docker", "bubblewrap")
@@ -17,7 +17,7 @@ BACKENDS = ("docker", "bubblewrap")
 
 @pytest.fixture(scope="session", params=["bubblewrap", "docker"])
 def backend(request):
-    if request.param == "docker" and (reason := docker.reason_unavailable()):
+    if request.param == "docker" and (reason := docker_engine.reason_unavailable()):
         unavailable = pytest.fail if os.environ.get("THUNDERSYNC_REQUIRE_DOCKER") == "1" else pytest.skip
         unavailable(f"Docker: {reason}")
     if request.param == "bubblewrap" and (reason := bubblewrap.reason_unavailable()):

@@ -13,7 +13,7 @@ from pathlib import Path
 import docker as docker_sdk
 import pytest
 
-from skyrl_thundersync.sandbox import cgroup, docker
+from skyrl_thundersync.sandbox import cgroup, docker_engine
 from skyrl_thundersync.sandbox.base import Owner, SandboxLost
 from skyrl_thundersync.sandbox.pool import SandboxPool
 
@@ -49,7 +49,7 @@ def processes(marker):
 def containers(**labels):
     client = docker_sdk.from_env()
     try:
-        wanted = [f"{docker.LABEL}{key}={value}" for key, value in labels.items()]
+        wanted = [f"{docker_engine.LABEL}{key}={value}" for key, value in labels.items()]
         return client.api.containers(all=True, filters={"label": wanted})
     finally:
         client.close()
@@ -131,7 +131,7 @@ def test_after_sigkill_of_the_owner_only_its_own_is_swept(backend, config, pool)
 def test_a_container_past_its_deadline_is_swept(backend, config, monkeypatch):
     if backend != "docker":
         pytest.skip("bubblewrap sandboxes cannot outlive their owner")
-    monkeypatch.setattr(docker, "LIFETIME_S", -1.0)
+    monkeypatch.setattr(docker_engine, "LIFETIME_S", -1.0)
     with SandboxPool(replace(config, warm=0), "test") as pool:
         box = pool.create()
         assert pool.sweep() == 1

@@ -1,5 +1,6 @@
 """Sandboxes started ahead: they are the same, they are bounded, and none is left."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -128,6 +129,29 @@ def test_a_start_that_fails_is_left_to_the_one_who_asks(make_warm, live):
     wait_until(lambda: warm._starting is None and not warm._expected)
     assert take(warm, OTHER) is None
     assert take(warm, PLAIN) is None
+
+
+def test_a_start_that_breaks_off_keeps_nobody_waiting_and_the_next_is_made(make_warm, live, monkeypatch):
+    broken = [True]
+
+    def start(kind):
+        time.sleep(0.2)
+        if broken:
+            broken.pop()
+            raise LookupError("not foreseen")
+        return Box(kind, live)
+
+    warm = make_warm(1, start)
+    told = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: told.append(failed.exc_type))
+    warm.expect(OTHER)
+    wait_until(lambda: warm._starting == OTHER)
+    assert take(warm, OTHER) is None, "nobody waits for it: the caller starts his own"
+    wait_until(lambda: told)
+    assert told == [LookupError], "nobody swallowed it"
+    warm.expect(OTHER)
+    wait_until(lambda: warm.ready_count == 1)
+    assert take(warm, OTHER).kind == OTHER
 
 
 def test_a_warm_sandbox_is_as_fresh_as_any_other(pool, config):
