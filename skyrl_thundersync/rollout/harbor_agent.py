@@ -35,8 +35,9 @@ from harbor.models.agent.context import AgentContext
 from harbor.models.agent.rollout_detail import RolloutDetail
 
 from skyrl_thundersync import __version__
+from skyrl_thundersync.rollout.bounded_command import bounded, without_halves
 from skyrl_thundersync.rollout.conversation import Conversation
-from skyrl_thundersync.rollout.terminal_text import clip, describe_text, opens_thought, parse_action
+from skyrl_thundersync.rollout.terminal_text import describe_text, opens_thought, parse_action
 
 STATE = "/tmp/.thundersync-state"
 REQUEST_TIMEOUT_S = 1800.0
@@ -163,13 +164,16 @@ class ThunderSyncAgent(BaseAgent):
         )
 
     async def _execute(self, environment: BaseEnvironment, command: str) -> str:
-        # The limit is inside the container: Harbor's own ends the client and leaves the processes.
+        # Both limits are inside the container: Harbor's own ends the client and leaves the processes, and Harbor keeps all
+        # that a command printed until it ends.
         keep = f'{{ export -p; echo "cd $(printf %q "$PWD")"; }} >{STATE}'
         inner = f"[ -f {STATE} ] && . {STATE}\ntrap {shlex.quote(keep)} EXIT\neval {shlex.quote(command)}"
-        limited = f"timeout -k 5 {self._command_timeout_s:g} bash -c {shlex.quote(inner)} </dev/null 2>&1"
-        result = await environment.exec(limited, timeout_sec=int(self._command_timeout_s) + 30)
+        limited = f"timeout -k 5 {self._command_timeout_s:g} bash -c {shlex.quote(inner)}"
+        result = await environment.exec(
+            bounded(limited, self._output_limit), timeout_sec=int(self._command_timeout_s) + 30
+        )
         return describe_text(
-            clip(result.stdout or "", self._output_limit),
+            without_halves(result.stdout or ""),
             result.return_code,
             timed_out=result.return_code in (124, 137),
             timeout_s=self._command_timeout_s,

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_thundersync.rollout.harbor_process import run_harbor, time_allowed
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.sandbox.base import SandboxError, StartError
 
@@ -105,6 +106,8 @@ class HarborTrials:
         concurrent: trials at once.
         command: how Harbor is started, for instance ("/opt/harbor/bin/harbor",).
         environment: Harbor's environment type.
+        deadline_s: seconds for a trial, boot, agent and verifier together; None: what the task allows all three. A trial
+            that is ended there has the outcome "timeout"; before its first turn it did not start.
     """
 
     def __init__(
@@ -116,10 +119,12 @@ class HarborTrials:
         concurrent: int = 8,
         command: Sequence[str] = ("harbor",),
         environment: str = "docker",
+        deadline_s: float | None = None,
     ) -> None:
         self._server, self._agent, self._outcomes = server, agent, outcomes
         self._jobs, self._places = jobs, asyncio.Semaphore(concurrent)
         self._command, self._environment = tuple(command), environment
+        self._deadline_s = deadline_s
 
     async def rollouts(self, update: Update, tasks: Mapping[str, Path]) -> dict[TrajectoryId, Trial]:
         """Every trajectory of the batch: `tasks` maps its group to a task folder. Await through `Update.run`.
@@ -168,24 +173,21 @@ class HarborTrials:
         ]
         folder = self._jobs / job
         folder.parent.mkdir(parents=True, exist_ok=True)
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ
-            | {"HARBOR_TELEMETRY": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "unused"},
-        )
-        try:
-            said, _ = await process.communicate()
-        finally:
-            if process.returncode is None:  # cancelled: Harbor takes its container down on SIGINT
-                process.send_signal(2)
-                await process.wait()
+        env = os.environ | {
+            "HARBOR_TELEMETRY": "0",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "OPENAI_API_KEY": "unused",
+        }
+        allowed = time_allowed(task) if self._deadline_s is None else self._deadline_s
+        ended = await run_harbor(arguments, env, allowed, folder if self._environment == "docker" else None)
+        said = ended.said.strip()[-800:]
+        if ended.timed_out:  # whatever it wrote while it was being ended
+            outcome = "timeout" if self._server.sampled_tokens(name) else "crash"
+            detail = f"not over after {allowed:g} s, boot, agent and verifier together: {said}"
+            return Trial(0.0, outcome, detail, None, folder)
         results = sorted(folder.glob("*/result.json"))
         if not results:
-            detail = said.decode("utf-8", "replace").strip()[-800:]
-            return Trial(0.0, "crash", f"harbor ended with {process.returncode}: {detail}", None, folder)
+            return Trial(0.0, "crash", f"harbor ended with {ended.code}: {said}", None, folder)
         return read_trial(results[0])
 
 

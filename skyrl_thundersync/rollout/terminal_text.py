@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from skyrl_thundersync.sandbox.base import HeadTailBuffer
-
 SUBMIT = "submit"
 _OPEN, _CLOSE = "<think>", "</think>"
 _OPENED = re.compile(r"^\s*<think>", re.MULTILINE)
@@ -74,10 +72,3 @@ def describe_text(
     if new_shell_in is not None:
         lines.append(f"[new shell in {new_shell_in}]")
     return "\n".join(lines)
-
-
-def clip(text: str, limit_bytes: int) -> str:
-    """Head and tail of a long output, as a sandbox gives it."""
-    buffer = HeadTailBuffer(limit_bytes)
-    buffer.add(text.encode("utf-8", "replace"))
-    return buffer.text()

@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.rollout.conversation import Conversation
-from skyrl_thundersync.rollout.terminal_text import clip, describe_text
+from skyrl_thundersync.rollout.terminal_text import describe_text
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
@@ -54,4 +54,3 @@ def test_templates_that_rewrite_are_refused_with_the_first_token_that_differs():
 def test_what_a_harbor_agent_reads_is_what_the_environment_says():
     assert describe_text("a\n", 3) == "a\n[exit 3]" and describe_text(" \n", 0) == "(no output)"
     assert describe_text("a", 124, timed_out=True, timeout_s=5.0) == "a\n[timed out after 5 s]"
-    assert len(clip("x" * 10000, 100)) < 140 and clip("short", 100) == "short"

@@ -26,7 +26,7 @@ from skyrl_thundersync.rollout.harbor_trials import HarborTrials, TrialError, ch
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.rollout.policy_server import PolicyServer
-from skyrl_thundersync.sandbox import docker
+from skyrl_thundersync.sandbox import docker_engine
 from skyrl_thundersync.sandbox.base import StartError
 from skyrl_thundersync.stream.sources import Append, TrajectoryId, WorkDone
 from skyrl_thundersync.teacher.client import TeacherClient
@@ -59,7 +59,7 @@ def files(tmp_path_factory):
 def harbor():
     if HARBOR is None:
         pytest.skip("no harbor on the PATH and none named by THUNDERSYNC_HARBOR")
-    if reason := docker.reason_unavailable():
+    if reason := docker_engine.reason_unavailable():
         pytest.skip(f"Docker: {reason}")
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("Harbor needs docker compose")
