@@ -121,7 +121,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or a comparison of runs with their speed-up.
 
-    The baseline is the first run with schedule=sync, else the first run named.
+    The baseline is the first run with schedule=sync, else the first run named. A run that does other work than the baseline
+    (objective, model, tasks, batch, lengths, seed, …) has no speed-up; what differs is said.
     """
     from skyrl_thundersync.analysis import report as pages
     from skyrl_thundersync.analysis.rundata import read_run
@@ -136,10 +137,16 @@ def report(
     table = Table("run", "schedule", "updates", "step", "speed-up", "range", box=None, pad_edge=False)
     for run in figures["runs"]:
         gain = run["speedup"]
-        cells = ["baseline", ""] if gain is None else [f"{gain['mean']:.2f}x", f"{gain['low']:.2f}-{gain['high']:.2f}"]
+        cells = ["not comparable" if run["incomparable"] else "baseline", ""]
+        if gain is not None:
+            cells = [f"{gain['mean']:.2f}x", f"{gain['low']:.2f}-{gain['high']:.2f}"]
         step = f"{run['mean']['timing/update']:.2f} s"
         table.add_row(run["name"], run["schedule"], str(run["updates"]), step, *cells)
     Console().print(table)
+    for run in figures["runs"]:
+        for kind, found in (("is not comparable with", run["incomparable"]), ("is not done as", run["differs"])):
+            if found:
+                print(f"{run['name']} {kind} {figures['baseline']}:", *(f"    {one}" for one in found), sep="\n")
     print(target)
 
 

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from skyrl_thundersync.analysis.virtual_time import Timers
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work
@@ -21,42 +22,42 @@ BACKWARD = 2.0
 WHOLE = math.inf
 
 
+def described(default: Any, meaning: str) -> Any:
+    """A dataclass field with its meaning, unit included, as `skyrl simulate --help` prints it."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Processes and their speeds. Rates are tokens a second of one process; a process may span several devices.
+    """Processes and their speeds. Rates are tokens a second of one process; a process may span several devices."""
 
-    Attributes:
-        ranks, replicas, teachers: learner ranks, rollout replicas, teacher replicas (0: no teacher, GRPO).
-        slots: trajectories a replica runs at once; the rest wait for a free slot, in waves. None: any number.
-        decode_rate, decode_peak: decode rate of a single request, and of a replica with very many.
-        prefill_rate: context tokens a replica prefills a second; its decoding stands still meanwhile.
-        teacher_rate, teacher_latency_s: tokens scored a second, in order, and what a request takes beside that.
-        learner_rate: tokens forwarded and backwarded once a second, at the start of a context.
-        past_tokens: context length at which attention doubles the cost of a token; None: it costs nothing.
-        item_s: fixed cost of one work item on a rank.
-        block_tokens, retain_tokens: as thundersync.learner.{block_tokens, retain_gib}; the budget in tokens of graph.
-        sweep_at_close: sweep a trajectory at its close; false: with its group, as GRPO with the exact accumulator does.
-        statistics_s: under GRPO, what combining a group's statistics at its close takes.
-        suffix_s: P_k: reduction, step and publication.
-    """
-
-    ranks: int = 4
-    replicas: int = 2
-    teachers: int = 2
-    slots: int | None = None
-    decode_rate: float = 60.0
-    decode_peak: float = 3000.0
-    prefill_rate: float = 20_000.0
-    teacher_rate: float = 10_000.0
-    teacher_latency_s: float = 0.05
-    learner_rate: float = 1000.0
-    past_tokens: float | None = None
-    item_s: float = 0.002
-    block_tokens: int = 640
-    retain_tokens: int = 0
-    sweep_at_close: bool = True
-    statistics_s: float = 0.0
-    suffix_s: float = 10.0
+    ranks: int = described(4, "learner ranks")
+    replicas: int = described(2, "rollout replicas")
+    teachers: int = described(2, "teacher replicas; 0: no teacher, GRPO")
+    slots: int | None = described(
+        None, "trajectories a replica runs at once; the rest wait for a free slot, in waves. none: any number"
+    )
+    decode_rate: float = described(60.0, "tokens a second of a request that decodes alone")
+    decode_peak: float = described(3000.0, "tokens a second of a replica that decodes very many")
+    prefill_rate: float = described(
+        20_000.0, "context tokens a second that a replica prefills; its decoding stands still meanwhile"
+    )
+    teacher_rate: float = described(10_000.0, "tokens a second that a teacher scores, in order")
+    teacher_latency_s: float = described(0.05, "seconds that a request to the teacher takes beside that")
+    learner_rate: float = described(
+        1000.0, "tokens a second that a rank forwards and backwards once, at the start of a context"
+    )
+    past_tokens: float | None = described(
+        None, "context length in tokens at which attention doubles the cost of a token; none: it costs nothing"
+    )
+    item_s: float = described(0.002, "seconds, fixed, of one work item on a rank")
+    block_tokens: int = described(640, "tokens, as thundersync.learner.block_tokens")
+    retain_tokens: int = described(0, "tokens of kept graph a rank, as thundersync.learner.retain_gib")
+    sweep_at_close: bool = described(
+        True, "sweep a trajectory at its close; false: with its group, as GRPO with the exact accumulator does"
+    )
+    statistics_s: float = described(0.0, "GRPO: seconds to combine a group's statistics at its close")
+    suffix_s: float = described(10.0, "seconds of the suffix P: reduction, step and publication")
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "decode_rate", "decode_peak", "prefill_rate", "teacher_rate", "learner_rate"):

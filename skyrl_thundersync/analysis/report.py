@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from skyrl_thundersync.analysis import theory
+from skyrl_thundersync.analysis.comparable import incomparable, other_means
 from skyrl_thundersync.analysis.page import card, figure, page, table
 from skyrl_thundersync.analysis.rundata import PHASES, RunData, baseline_of, speed_up
 from skyrl_thundersync.analysis.svg import Chart, legend, number
@@ -41,7 +42,10 @@ SUMMARY = (
 
 
 def summary(runs: list[RunData]) -> dict:
-    """The figures of the page, for --json: per run its means, and its speed-up over the baseline."""
+    """The figures of the page, for --json: per run its means, and its speed-up over the baseline.
+
+    speedup is None for the baseline, and for runs that are not comparable with it: incomparable then says why.
+    """
     baseline = baseline_of(runs)
     return {
         "baseline": baseline.name,
@@ -52,7 +56,9 @@ def summary(runs: list[RunData]) -> dict:
                 "updates": len(run.counted),
                 "warmup": run.warmup,
                 "mean": {metric: run.mean(metric) for _, metric, _ in SUMMARY if run.mean(metric) is not None},
-                "speedup": None if run is baseline else vars(speed_up(baseline, run)),
+                "speedup": None if run is baseline or incomparable(baseline, run) else vars(speed_up(baseline, run)),
+                "incomparable": incomparable(baseline, run),
+                "differs": other_means(baseline, run),
                 "evaluations": run.evaluations,
             }
             for run in runs
@@ -117,8 +123,13 @@ def _headline(runs: list[RunData], baseline: RunData) -> str:
     for run in runs:
         if run is baseline:
             continue
+        if reasons := incomparable(baseline, run):
+            cards.append(card("not comparable", f"{run.name} with {baseline.name}", "; ".join(reasons)))
+            continue
         gain = speed_up(baseline, run)
         note = f"{gain.low:.2f}–{gain.high:.2f} over {gain.pairs} paired updates"
+        if means := other_means(baseline, run):
+            note += f"; not of the schedule alone: {'; '.join(means)}"
         cards.append(card(f"{gain.mean:.2f}×", f"{run.name} over {baseline.name}", note))
     for run in runs:
         steps = [row["timing/update"] for row in run.counted]

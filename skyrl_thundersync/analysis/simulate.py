@@ -3,6 +3,7 @@
     skyrl simulate turns=30 skew=2 learner_rate=3000         the schedules side by side
     skyrl simulate --gpus 8 --caps 1,2,4,none                all splits, schedules and caps
     skyrl simulate --run RUN_FOLDER                          a recorded run's batches again
+    skyrl simulate +config=opd/qwen3.8-27b turns=40          batch and split of a preset
 
 key=value sets a field of `workload.Workload` or `machines.Machine`. The scheduler is the one that trains (virtual_update.py).
 """
@@ -26,6 +27,11 @@ from skyrl_thundersync.analysis.meter import Figures, Policy
 from skyrl_thundersync.analysis.replay import Recording, load_recordings, predict
 from skyrl_thundersync.analysis.virtual_update import direct
 from skyrl_thundersync.analysis.workload import Workload
+
+COLUMNS = """Means over the updates; _s: seconds. rollout: until the last trajectory closed; tail: learner work after that;
+step: with the suffix. busy: share of the step in which a rank computes; queue_wait: of released work, 99th percentile;
+state: tokens whose state a rank held at most. cap: groups that may hold state on a rank; statistics: groups that a rank may
+sum before their last reward; speed-up: sync's step over this one's."""
 
 
 @dataclass(frozen=True)
@@ -120,21 +126,60 @@ def policies_of(caps: list[int | None], statistics_caps: list[int | None]) -> li
 
 
 def settings(arguments: list[str]) -> tuple[Workload, Machine]:
-    """`key=value` as fields of `Workload` and `Machine`.
+    """`[+config=GROUP/NAME] [option=value …] key=value …`: keys are fields of `Workload` and `Machine`, over `of_config`.
 
     Raises:
         ValueError: an unknown key (the nearest is named), or a value that is no number.
+        ConfigError: the preset or an option of the run's is refused.
     """
     known = {f.name: (kind, f.type) for kind in (Workload, Machine) for f in fields(kind)}
-    chosen: dict[type, dict] = {Workload: {}, Machine: {}}
+    of_run = [a for a in arguments if a.startswith("+") or "." in a.partition("=")[0]]
+    workload, machine = of_config(of_run) if of_run else ({}, {})
+    chosen: dict[type, dict] = {Workload: workload, Machine: machine}
     for argument in arguments:
+        if argument in of_run:
+            continue
         key, _, text = argument.partition("=")
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(f"{argument!r}: unknown field {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            advice = f"did you mean {near[0]}?" if near else "--help lists the keys"
+            raise ValueError(f"{argument!r}: unknown field {key!r}; {advice}")
         kind, annotation = known[key]
         chosen[kind][key] = _value(argument, text, annotation)
-    return Workload(**chosen[Workload]), Machine(**chosen[Machine])
+    return Workload(**workload), Machine(**machine)
+
+
+def of_config(arguments: list[str]) -> tuple[dict, dict]:
+    """What a run's configuration says of the batch and of the machine; speeds, lengths and times it does not know."""
+    from skyrl_thundersync.host_defaults import apply_host_defaults
+    from skyrl_thundersync.presets import build_config
+    from skyrl_thundersync.quiet import quiet_imports
+    from skyrl_thundersync.split import learner_ranks
+
+    with Console(stderr=True).status("reading the configuration"), quiet_imports():
+        cfg = build_config(arguments)
+        apply_host_defaults(cfg)
+    engine, opd = cfg.generator.inference_engine, cfg.thundersync.objective == "opd"
+    workload = {"groups": cfg.trainer.train_batch_size, "samples": cfg.generator.n_samples_per_prompt}
+    machine = {
+        "ranks": learner_ranks(cfg),
+        "replicas": engine.num_engines,
+        "teachers": cfg.thundersync.teacher.replicas if opd else 0,
+        "slots": engine.max_num_seqs,
+        "block_tokens": cfg.thundersync.learner.block_tokens,
+    }
+    return workload, machine
+
+
+def keys() -> str:
+    """Every key, its default and its meaning, one a line."""
+    lines = []
+    for kind in (Workload, Machine):
+        lines.append(f"{kind.__name__}:")
+        for f in fields(kind):
+            default = "none" if f.default is None else str(f.default).lower()
+            lines.append(f"  {f.name}={default}: {f.metadata['meaning']}")
+    return "\n\n".join(lines)
 
 
 def _value(argument: str, text: str, annotation: str):
@@ -182,7 +227,9 @@ def _print(rows: list[Row], most: int | None) -> None:
         )
         split, caps = map(str, (row.ranks, row.replicas, row.teachers)), map(_cap, (row.cap, row.statistics_cap))
         table.add_row(*split, row.schedule, *caps, *numbers, f"{row.speedup:.2f}x")
-    Console(width=140).print(table)
+    console = Console(width=140)
+    console.print(table)
+    console.print(f"[dim]{COLUMNS}[/]", highlight=False)
 
 
 def _print_replay(recordings: list[Recording], rows: list[dict]) -> None:
@@ -202,7 +249,7 @@ def _print_replay(recordings: list[Recording], rows: list[dict]) -> None:
 
 
 def command(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[+config=GROUP/NAME] [key=value]...")] = None,
     gpus: Annotated[int | None, typer.Option(help="Try every split of this many processes.")] = None,
     run: Annotated[Path | None, typer.Option(help="Replay this run folder's recorded batches instead.")] = None,
     caps: Annotated[str, typer.Option(help="Caps to try on the groups that hold state on a rank.")] = "none",
@@ -217,7 +264,6 @@ def command(
     top: Annotated[int, typer.Option(help="Rows to show (with --gpus).")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict step time, tail and memory of the schedules, in virtual time, with the scheduler that trains."""
     try:
         workload, machine = settings(arguments or [])
         policies = policies_of(_caps(caps), _caps(statistics_caps))
@@ -238,6 +284,19 @@ def command(
     _print(rows, top if gpus is not None else None)
     if gpus is not None:
         Console(width=140).print(_answer(rows))
+
+
+command.__doc__ = f"""Predict step time, tail and memory of the schedules, in virtual time, with the scheduler that trains.
+
+    skyrl-thundersync simulate turns=30 skew=2 learner_rate=3000
+
+    skyrl-thundersync simulate +config=opd/qwen3.8-27b turns=40 --gpus 8
+
++config=GROUP/NAME and a run's options, as for `train`, set what a configuration knows: groups, samples, ranks, replicas,
+teachers, slots, block_tokens. All else, and whatever is to be otherwise, is set by key=value. The keys, with their defaults:
+
+{keys()}
+"""
 
 
 def _answer(rows: list[Row]) -> str:

@@ -227,6 +227,25 @@ def _unit(u) -> np.ndarray:
     return np.clip(np.asarray(u, dtype=np.float64), 0.0, 1.0)
 
 
+FIGURES = {
+    "tail": ("λ", "learner time after the last rollout, in units of R"),
+    "tail_lower_bound": ("[ρ-1]₊", "no order of work has a shorter tail; in units of R"),
+    "tail_upper_bound": ("[ρ-1]₊ + ρD", "no law with this lag has a longer one; in units of R"),
+    "lag": ("D", "how far release runs behind an even one at most, as a share of the learner's work; 0 to 1"),
+    "duration_spread": (
+        "",
+        "coefficient of variation of trajectory durations, deviation over mean; uniform ones have 0.577",
+    ),
+    "speedup": ("T_sync / T", "step time of sync over that of thundersync; 1 is no gain"),
+    "speedup_bound": ("", "the most that any schedule could reach with this ρ and κ; at most 2"),
+}
+"""Symbol and meaning, unit included, of what `predict` returns."""
+UNITS = (
+    "R: time of the rollouts, with --waves of one wave. L: what the learner works for them, ρ = L/R. P: reduction, step and "
+    "publication after both, κ = P/R. Ratios have no unit: times R in seconds they are seconds."
+)
+
+
 def command(
     rho: Annotated[float, typer.Option(help="Learner service over rollout time, ρ = L/R.")] = 1.0,
     kappa: Annotated[float, typer.Option(help="Suffix over rollout time, κ = P/R.")] = 0.05,
@@ -253,10 +272,13 @@ def command(
     if as_json:
         print(json.dumps(figures | {"files": [str(file) for file in files]}))
         return
-    table = Table(box=None, show_header=False)
+    table = Table("figure", "", "value", "meaning", box=None, pad_edge=False)
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:.4g}")
-    Console().print(table)
+        symbol, meaning = FIGURES[name]
+        table.add_row(name.replace("_", " "), symbol, f"{value:.4g}", meaning)
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]{UNITS}[/]", highlight=False)
     for file in files:
         Console().print(str(file))
 

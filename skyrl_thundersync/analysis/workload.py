@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from skyrl_thundersync.analysis.machines import Machine, Replica
+from skyrl_thundersync.analysis.machines import Machine, Replica, described
 from skyrl_thundersync.analysis.record import Batch
 from skyrl_thundersync.analysis.virtual_time import Timers
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
@@ -34,29 +34,21 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch to draw. Means and, where named so, coefficients of variation.
+    """A batch to draw. Each field says what it means, its unit included (`described`)."""
 
-    Attributes:
-        groups, samples: prompts, and trajectories of each.
-        turns: mean turns of a trajectory, at least 1.
-        skew: turns follow turns · (skew+1) · U^skew, rounded up; 0: all alike, 1: uniform, more: a few long ones.
-        alike: how much a group's trajectories share their length: 0 nothing, 1 all of it.
-        prompt_tokens, turn_tokens, observation_tokens: of the prompt, of a sampled turn, of a tool's answer.
-        token_spread: coefficient of variation of a turn's tokens.
-        tool_s, tool_spread: seconds of a tool call (after the last turn: of the check), coefficient of variation.
-    """
-
-    groups: int = 32
-    samples: int = 4
-    turns: float = 20.0
-    skew: float = 1.0
-    alike: float = 0.0
-    prompt_tokens: int = 1500
-    turn_tokens: int = 300
-    observation_tokens: int = 300
-    token_spread: float = 0.6
-    tool_s: float = 2.0
-    tool_spread: float = 1.0
+    groups: int = described(32, "prompts of an update")
+    samples: int = described(4, "trajectories of each prompt")
+    turns: float = described(20.0, "mean turns of a trajectory, at least 1")
+    skew: float = described(
+        1.0, "turns follow turns·(skew+1)·U^skew, rounded up; 0: all alike, 1: uniform, more: a few long ones"
+    )
+    alike: float = described(0.0, "how much a group's trajectories share their length: 0 nothing, 1 all of it")
+    prompt_tokens: int = described(1500, "tokens of a prompt")
+    turn_tokens: int = described(300, "mean tokens of a sampled turn")
+    observation_tokens: int = described(300, "mean tokens of a tool's answer")
+    token_spread: float = described(0.6, "coefficient of variation of these two")
+    tool_s: float = described(2.0, "mean seconds of a tool call (after the last turn: of the check)")
+    tool_spread: float = described(1.0, "coefficient of variation of tool_s")
 
     def __post_init__(self) -> None:
         for name, least in (("groups", 1), ("samples", 1), ("turns", 1), ("prompt_tokens", 1), ("turn_tokens", 1)):

@@ -93,6 +93,60 @@ def test_speed_up_is_the_ratio_of_mean_steps_with_its_range_over_pairs(runs, tmp
     assert said["runs"][1]["speedup"] is None
 
 
+def change(folder, **values):
+    """Set options of a run folder's configuration, dotted with __."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for option, value in values.items():
+        *blocks, name = option.split("__")
+        node = config
+        for block in blocks:
+            node = node.setdefault(block, {})
+        node[name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [
+        ("thundersync__objective", "objective"),
+        ("trainer__policy__model__path", "model"),
+        ("thundersync__teacher__model", "teacher"),
+        ("data__train_data", "tasks"),
+        ("trainer__train_batch_size", "batch"),
+        ("generator__sampling_params__max_generate_length", "lengths"),
+        ("thundersync__sandbox__latency_s", "tools"),
+        ("trainer__policy__optimizer_config__lr", "optimizer"),
+        ("trainer__seed", "seed"),
+    ],
+)
+def test_runs_that_do_other_work_have_no_speed_up_and_the_reason_is_said(runs, tmp_path, option, kind):
+    fast, slow = runs
+    for folder, value in ((fast, 4), (slow, 3)):
+        change(folder, **{option: value})
+    said, html = page(runs, tmp_path / "r.html")
+    dotted = option.replace("__", ".")
+    reason = f"{kind}: {dotted} is 3 there, 4 here"
+    assert said["runs"][0]["speedup"] is None and said["runs"][0]["incomparable"] == [reason]
+    assert "not comparable" in html and "×" not in html
+    shown = CliRunner().invoke(app, ["report", *map(str, runs), "--out", str(tmp_path / "r.html")]).output
+    assert "is not comparable with slow:" in shown and reason in shown and "x " not in shown.partition("not comp")[0]
+
+
+def test_what_the_same_work_is_done_with_is_said_beside_the_speed_up(runs, tmp_path):
+    fast, slow = runs
+    for folder, ranks in ((fast, 4), (slow, 2)):
+        change(
+            folder,
+            thundersync__learner__ranks=ranks,
+            thundersync__learner__dtype="float32",
+            thundersync__run_dir=str(folder),
+        )
+    said, html = page(runs, tmp_path / "r.html")
+    assert said["runs"][0]["incomparable"] == [] and said["runs"][0]["speedup"]["mean"] > 1
+    assert said["runs"][0]["differs"] == ["thundersync.learner.ranks is 2 there, 4 here"]
+    assert "not of the schedule alone: thundersync.learner.ranks is 2 there, 4 here" in html
+
+
 class Page(HTMLParser):
     """Tags that are open, and everything that could load something."""
 

@@ -1,7 +1,7 @@
 """The simulator: its two drivers against each other, and its outcomes against the theory's closed forms."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from skyrl_thundersync.analysis.meter import SCHEDULES, Policy
 from skyrl_thundersync.analysis.record import Batch
 from skyrl_thundersync.analysis.virtual_update import direct, via_update
 from skyrl_thundersync.analysis.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
+from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 
 SMALL = Workload(groups=6, samples=3, turns=5, prompt_tokens=200, turn_tokens=100, observation_tokens=80, tool_s=1.0)
@@ -362,3 +363,26 @@ def test_the_command_prints_json_and_refuses_what_it_does_not_know():
     assert rows[0]["speedup"] == 1.0
     assert "best:" in CliRunner().invoke(app, [*small, "--gpus", "4"]).stdout
     assert CliRunner().invoke(app, ["--caps", "few"]).exit_code == 2
+
+
+def test_help_lists_every_key_with_its_default_and_meaning():
+    from skyrl_thundersync.cli import app
+
+    done = CliRunner().invoke(app, ["simulate", "--help"])
+    shown = " ".join(done.output.split())
+    for kind in (Workload, Machine):
+        for field in fields(kind):
+            assert f"{field.name}=" in shown and field.metadata["meaning"][:20] in shown, field.name
+    assert "turns=20.0: mean turns of a trajectory" in shown and "+config=GROUP/NAME" in shown
+
+
+def test_a_preset_and_a_runs_options_set_what_a_configuration_knows():
+    base = ["+config=opd/quickstart", "trainer.train_batch_size=6", "thundersync.learner.ranks=3"]
+    workload, machine = simulate.settings([*base, "turns=7", "replicas=5"])
+    assert (workload.groups, workload.samples, workload.turns) == (6, 4, 7)
+    assert (machine.ranks, machine.replicas, machine.teachers, machine.slots) == (3, 5, 1, 64)
+    assert simulate.settings(["+config=grpo/quickstart"])[1].teachers == 0
+    with pytest.raises(ConfigError, match="opd/quickstrat"):
+        simulate.settings(["+config=opd/quickstrat"])
+    with pytest.raises(ValueError, match="--help lists the keys"):
+        simulate.settings(["zzz=1"])

@@ -188,3 +188,16 @@ def test_the_command_says_what_the_functions_say():
     figures = json.loads(result.stdout)
     assert figures["tail"] == pytest.approx(0.25, abs=1e-6) and figures["speedup"] == pytest.approx(1.6, abs=1e-5)
     assert CliRunner().invoke(app, ["--objective", "ppo"]).exit_code == 2
+
+
+@pytest.mark.parametrize("objective", ["opd", "grpo"])
+def test_every_figure_that_is_printed_has_its_meaning(objective):
+    from typer.testing import CliRunner
+
+    from skyrl_thundersync.cli import app
+
+    figures = theory.predict(0.9, 0.05, objective, 1.0, 1.0, 20, 8, 2 / 3)
+    assert figures.keys() == theory.FIGURES.keys()
+    shown = " ".join(CliRunner().invoke(app, ["theory", "--objective", objective]).output.split())
+    for words in ("ρ = L/R", "κ = P/R", "in units of R", "times R in seconds they are seconds"):
+        assert words in shown, words
