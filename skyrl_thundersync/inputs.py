@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.rollout.engine_thread import EngineSpec
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def model_problems(option: str, path: str | None) -> list[str]:
         if _HUB_NAME.match(path) and not folder.exists():
             return []
         return [f"{option}={path!r}: there is no such model folder (looked at {folder.absolute()}). Correct the path."]
+    if (base := adapter_base(folder)) is not None:
+        return [
+            f"{option}={path!r} holds a LoRA adapter over {base or 'a model that it does not name'}, not a model. Name that "
+            f"model here; to evaluate the adapter, `skyrl-thundersync eval --adapter {path}`."
+        ]
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(
@@ -93,6 +99,20 @@ def model_parameters(path: str | None) -> int | None:
     return total
 
 
+def adapter_base(folder: Path) -> str | None:
+    """The model that the PEFT adapter in `folder` is over, "" where it does not say; None where `folder` holds none.
+
+    Raises ConfigError when its adapter_config.json cannot be read.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file() or (folder / "config.json").is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}. Export the adapter again.") from error
+
+
 def model_config(path: str) -> dict[str, Any] | None:
     """A model's config.json: from its folder, or from the local hub cache; None when it is not on this machine yet."""
     file = Path(path).expanduser() / "config.json"
@@ -111,11 +131,25 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
 
 
-def context_problems(cfg: TrainConfig, option: str, path: str) -> list[str]:
-    """Whether a turn at the longest allowed input still fits the model: input + one turn ≤ its positions."""
-    turns = {"sampling_params": cfg.generator.sampling_params.max_generate_length}
+def turn_limits(cfg: TrainConfig) -> dict[str, int]:
+    """Tokens that one turn may take, by the block that says so: of training and, where the run evaluates, of evaluation."""
+    limits = {"sampling_params": cfg.generator.sampling_params.max_generate_length}
     if cfg.trainer.eval_interval > 0:
-        turns["eval_sampling_params"] = cfg.generator.eval_sampling_params.max_generate_length
+        limits["eval_sampling_params"] = cfg.generator.eval_sampling_params.max_generate_length
+    return limits
+
+
+def longest_sampled(cfg: TrainConfig) -> int:
+    """Tokens of the longest context that a rollout replica may have to hold: input, and one turn of either kind."""
+    return cfg.generator.max_input_length + max(turn_limits(cfg).values())
+
+
+def context_problems(cfg: TrainConfig, option: str, path: str, turns: Mapping[str, int] | None = None) -> list[str]:
+    """Whether a turn at the longest allowed input still fits the model: input + one turn ≤ its positions.
+
+    turns: tokens of a turn by the block that says so; default `turn_limits`.
+    """
+    turns = turns or turn_limits(cfg)
     block = max(turns, key=turns.__getitem__)
     context, turn = cfg.generator.max_input_length, turns[block]
     longest = context + turn

@@ -28,9 +28,11 @@ from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cau
 from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.learners import Learners
+from skyrl_thundersync.inputs import longest_sampled
 from skyrl_thundersync.machine_limits import available_memory, update_disk, update_memory
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import engine_spec, start_replicas
+from skyrl_thundersync.rollout.engine_thread import EngineSpec
 from skyrl_thundersync.rollout.publish import publish
 from skyrl_thundersync.rollout.servers import ServerPublisher
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
@@ -104,8 +106,7 @@ class Cluster:
         self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
         count = self._cfg.generator.inference_engine.num_engines
         if self._device == "cpu":
-            spec = engine_spec(self._cfg, self._longest, self._cfg.trainer.policy.model.lora.rank, self._device)
-            replicas = start_replicas(spec, count, logs)
+            replicas = start_replicas(self._replica_spec(), count, logs)
             self._target = LocalEngineClient(
                 replicas, tokenizer, self._cfg.trainer.policy.model.path, self._display.say
             )
@@ -171,7 +172,7 @@ class Cluster:
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest possible trajectory."""
+        """Tokens of the longest possible trajectory of training."""
         generator = self._cfg.generator
         return generator.max_input_length + generator.sampling_params.max_generate_length
 
@@ -253,6 +254,12 @@ class Cluster:
         teacher = self._cfg.thundersync.teacher
         replicas = start_teachers(self._teacher_spec(), teacher.replicas, logs)
         return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries, say=self._display.say)
+
+    def _replica_spec(self) -> EngineSpec:
+        """Evaluation samples from the same replicas, with its own limit of a turn."""
+        return engine_spec(
+            self._cfg, longest_sampled(self._cfg), self._cfg.trainer.policy.model.lora.rank, self._device
+        )
 
     def _teacher_spec(self) -> TeacherSpec:
         teacher = self._cfg.thundersync.teacher

@@ -116,10 +116,29 @@ def save_student(model: torch.nn.Module, spec: RankSpec, target: Path) -> None:
     part.mkdir(parents=True)
     model.save_pretrained(part)
     for file in sorted(Path(spec.model_path).iterdir()):
-        weights = file.suffix in (".safetensors", ".bin", ".gguf") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and not (part / file.name).exists() and not spec.lora:
+        # An adapter is no model: config.json beside it would say that it is.
+        beside = _of_tokenizer(file.name) if spec.lora else not _of_weights(file.name)
+        if file.is_file() and beside and not (part / file.name).exists():
             shutil.copy2(file, part / file.name)
     if target.exists():
         target.rename(old)
     part.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _of_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".gguf", ".index.json"))
+
+
+def _of_tokenizer(name: str) -> bool:
+    """Whatever tokenizers of the Hugging Face format are made of, the chat template included."""
+    beginnings = (
+        "tokenizer",
+        "special_tokens_map",
+        "added_tokens",
+        "vocab",
+        "merges",
+        "chat_template",
+        "sentencepiece",
+    )
+    return name.startswith(beginnings) or name.endswith((".model", ".jinja", ".tiktoken"))

@@ -165,6 +165,10 @@ class LocalEngineClient(InferenceEngineInterface):
         """Every replica loads `path` as `version`, all at once; what each answers (see `EngineReplica.publish`)."""
         return await self._of_all(lambda replica: replica.publish.remote(path, version, probe_ids))
 
+    async def logps(self, ids: list[int]) -> list[list[float]]:
+        """Log-probs of `ids[1:]`, each given all before it, under what every replica serves now."""
+        return await self._of_all(lambda replica: replica.logps.remote(ids))
+
     def acknowledged(self, version: int) -> None:
         """Called by `rollout.publish` once every replica has proved that it serves `version`."""
         self._version = version

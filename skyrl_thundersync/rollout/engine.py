@@ -168,6 +168,14 @@ class Replica:
             "prefix_cache_reset": reset,
         }
 
+    async def logps(self, ids: list[int]) -> list[float]:
+        """Log-probs of `ids[1:]`, each given all before it, under what is served now; not from the cache.
+
+        Raises as `generate`.
+        """
+        self._check_prompt("probe", ids)
+        return await self._score(ids)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False when requests hold some of it."""
         return await self._thread.call(lambda engine: engine.reset_prefix_cache())

@@ -16,18 +16,28 @@ from skyrl_thundersync.errors import ConfigError
 
 HELP = """Evaluate a model on terminal tasks: independent attempts, pass@1, pass@3 and pass@5.
 
-    skyrl-thundersync eval +config=opd/quickstart trainer.policy.model.path=runs/…/policy --attempts 5 -o runs/eval
+    skyrl-thundersync eval +config=opd/quickstart -o runs/eval \\
+        trainer.policy.model.path=runs/quickstart/exports/global_step_30/policy
 
-Options are a preset's, as for `skyrl train`: trainer.policy.model.path is the model, data.val_data the tasks,
-generator.eval_sampling_params how it samples, generator.inference_engine.* the replicas, thundersync.sandbox.* where commands
-run. An interrupted evaluation goes on when the same command is given again.
+What `make quickstart` trained, on the tasks that were held out: at temperature 0, as the preset says, and so one attempt at
+each. Five of them, sampled:
+
+    skyrl-thundersync eval +config=opd/quickstart -o runs/eval-sampled --attempts 5 \\
+        trainer.policy.model.path=runs/quickstart/exports/global_step_30/policy generator.eval_sampling_params.temperature=1.0
+
+Options are a preset's, as for `skyrl train`: trainer.policy.model.path is the model (or an adapter that names its model),
+data.val_data the tasks, generator.eval_sampling_params how it samples, generator.inference_engine.* the replicas,
+thundersync.sandbox.* where commands run. An interrupted evaluation goes on when the same command is given again.
 """
 
 
 def evaluate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for results, summary, table and plot.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[+config=GROUP/NAME] [key=value]...")] = None,
-    attempts: Annotated[int, typer.Option(min=1, help="Independent attempts at each task.")] = 5,
+    attempts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Independent attempts at each task.", show_default="5, or 1 at temperature 0"),
+    ] = None,
     adapter: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A LoRA adapter to serve over the model.")
     ] = None,

@@ -29,16 +29,19 @@ from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
 from skyrl_thundersync.rollout.generator import GuardedGenerator
+from skyrl_thundersync.rollout.publish import serve_adapter
 from skyrl_thundersync.run_checks import sandbox
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.survey import Surveyor
 
+OPTION = "trainer.policy.model.path"
+ATTEMPTS = 5
 PROBE_TOKENS = 16
 
 
 def run(
     arguments: list[str],
-    attempts: int,
+    attempts: int | None,
     adapter: Path | None,
     output: Path,
     console: Console,
@@ -46,6 +49,8 @@ def run(
 ) -> dict[str, Any]:
     """Make what is missing of `attempts` at each task of `data.val_data`, and write and return the summary.
 
+    `attempts`: None stands for `ATTEMPTS`, and for 1 at temperature 0, where all would be the same.
+    A model folder that holds an adapter means the model that the adapter names, with the adapter.
     `grade`: called with the output folder when all are made, for tasks that are graded elsewhere.
 
     Raises:
@@ -54,7 +59,10 @@ def run(
     with quiet_imports():
         cfg = build_config(arguments)
         apply_host_defaults(cfg)
-    _check(cfg, attempts)
+    adapter = _resolve_adapter(cfg, adapter, console)
+    greedy = cfg.generator.eval_sampling_params.temperature == 0
+    attempts = attempts or (1 if greedy else ATTEMPTS)
+    _check(cfg, attempts, adapter)
     tasks = read_tasks(cfg.data.val_data)
     task_ids = [task["task_id"] for task in tasks]
     output = output.absolute()
@@ -93,10 +101,33 @@ def subject(cfg: Any, tasks: list[dict[str, Any]], adapter: Path | None) -> dict
     }
 
 
-def _check(cfg: Any, attempts: int) -> None:
+def _resolve_adapter(cfg: Any, adapter: Path | None, console: Console) -> Path | None:
+    """The adapter to serve; the model's option then names a model."""
+    model = cfg.trainer.policy.model
+    folder = Path(model.path or "").expanduser()
+    base = inputs.adapter_base(folder) if model.path else None
+    if not base:
+        return adapter
+    if adapter is not None and adapter.resolve() != folder.resolve():
+        raise ConfigError(
+            f"{OPTION}={model.path!r} holds an adapter over {base}, and --adapter names another one. Name the model there."
+        )
+    if problems := inputs.model_problems(OPTION, base):
+        raise ConfigError(
+            f"{OPTION}={model.path!r} holds an adapter over {base!r}. {' '.join(problems)} Name the model there, and the "
+            f"adapter with --adapter {folder}."
+        )
+    console.print(f"{folder} holds an adapter: evaluating it over {base}", soft_wrap=True)
+    model.path = base
+    return folder
+
+
+def _check(cfg: Any, attempts: int, adapter: Path | None) -> None:
     model = cfg.trainer.policy.model.path
-    option = "trainer.policy.model.path"
-    problems = inputs.model_problems(option, model) or inputs.context_problems(cfg, option, model)
+    turns = {"eval_sampling_params": cfg.generator.eval_sampling_params.max_generate_length}
+    problems = inputs.model_problems(OPTION, model) or inputs.context_problems(cfg, OPTION, model, turns)
+    if adapter is not None and inputs.adapter_base(adapter) is None:
+        problems.append(f"--adapter {adapter}: there is no adapter_config.json in it")
     surveyor = Surveyor(cfg.environment.env_class)
     surveys = {file: surveyor.survey("data.val_data", file) for file in cfg.data.val_data}
     for file, found in surveys.items():
@@ -106,7 +137,8 @@ def _check(cfg: Any, attempts: int) -> None:
     problems += [problem for check in sandbox(cfg, list(surveys.values())) for problem in check.problems]
     if attempts > 1 and cfg.generator.eval_sampling_params.temperature == 0:
         problems.append(
-            "generator.eval_sampling_params.temperature=0: attempts would all be the same. Set it to 1.0, or --attempts 1."
+            f"generator.eval_sampling_params.temperature=0: {attempts} attempts would all be the same. Set it to 1.0, or "
+            "leave --attempts out, which then is 1."
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -180,17 +212,13 @@ async def _serve(cfg: Any, tokenizer: Any, device: str, adapter: Path | None, lo
     await client.ready()
     if adapter:
         rng = random.Random(cfg.trainer.seed)
-        await client.load_weights(
-            str(adapter.absolute()), 1, [rng.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
-        )
+        probe = [rng.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
+        await serve_adapter(str(adapter.absolute()), 1, client, probe, cfg.thundersync.publish.tolerance)
     return client
 
 
 def _rank(adapter: Path) -> int:
-    file = adapter / "adapter_config.json"
-    if not file.is_file():
-        raise ConfigError(f"--adapter {adapter}: no adapter_config.json in it")
-    return int(json.loads(file.read_text(encoding="utf-8"))["r"])
+    return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
 
 
 def _weights_hash(folder: Path) -> str:

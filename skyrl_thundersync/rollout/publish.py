@@ -81,3 +81,35 @@ def _check(answer: dict[str, Any], version: int, expected_logps: Sequence[float]
             "another precision"
         )
     return Acknowledgement(replica, answer["version"], gaps[worst])
+
+
+class AdapterIgnoredError(RuntimeError):
+    """A replica computes with its adapter what it computes without."""
+
+
+async def serve_adapter(path: str, version: int, target: Any, probe_ids: Sequence[int], tolerance: float) -> None:
+    """Serve the adapter in folder `path` as `version`, where no learner is there to say what it must compute.
+
+    `target` is a `LocalEngineClient`. The proof is that every replica's log-probs of `probe_ids` change by more than they do
+    from one time to the next without it, and to the same for all replicas.
+
+    Raises:
+        AdapterIgnoredError: a replica's do not.
+        StaleReplicaError: replicas differ by more than `tolerance` (nats), or one kept its cache or version.
+    """
+    before, again = [await target.logps(list(probe_ids)) for _ in range(2)]
+    answers = await target.load_weights(path, version, list(probe_ids))
+    for answer, base, repeated in zip(answers, before, again, strict=True):
+        _check(answer, version, answers[0]["probe_logps"], tolerance)
+        change, noise = _gap(answer["probe_logps"], base), _gap(repeated, base)
+        if not change > noise:
+            raise AdapterIgnoredError(
+                f"{answer['replica']} was given the adapter {path} and computes the same without it (log-probs of "
+                f"{len(base)} tokens changed by {change:.1e} nats, {noise:.1e} from one time to the next): it was made for "
+                "another model, names modules that this one has not, or was never trained"
+            )
+    target.acknowledged(version)
+
+
+def _gap(some: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(some, others, strict=True))

@@ -236,6 +236,27 @@ def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
     assert input_problems(config) == []
 
 
+def test_replicas_hold_the_longer_turn_of_training_and_evaluation_and_the_teacher_that_of_training(config, tmp_path):
+    from skyrl_thundersync.hosts.cluster import Cluster
+
+    config.generator.eval_sampling_params.max_generate_length = 200
+    cluster = Cluster(config, tmp_path, None)
+    assert cluster._replica_spec().max_model_len == 976 + 200
+    assert cluster._teacher_spec().max_model_len == 976 + 48
+    config.generator.eval_sampling_params.max_generate_length = 8
+    assert cluster._replica_spec().max_model_len == 976 + 48
+
+
+def test_an_adapter_named_as_a_model_is_told_with_the_model_it_is_over(config, tmp_path):
+    adapter = tmp_path / "policy"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/models/base", "r": 8}')
+    (adapter / "adapter_model.safetensors").touch()
+    config.trainer.policy.model.path = str(adapter)
+    (problem,) = input_problems(config)
+    assert "holds a LoRA adapter over /models/base, not a model" in problem and f"eval --adapter {adapter}" in problem
+
+
 def test_fewer_tasks_than_a_batch_are_refused(config, tmp_path):
     config.data.train_data = [str(write_tasks(tmp_path / "few.jsonl", *[{}] * 7))]
     assert "7 tasks and trainer.train_batch_size=8" in input_problems(config)[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from plain import VOCAB, batch, distance, make_rank, plain_gradient, plain_model, settings, trajectory
 from ranks import PROBE, full, in_processes, lora, niceness, still, works_of
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
+from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
+from skyrl_thundersync.inputs import adapter_base
 from skyrl_thundersync.learner.actor import CPU_NICENESS
 from skyrl_thundersync.learner.cut_state import layer_kinds
-from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
+from skyrl_thundersync.learner.student import load_student, save_student
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId
 
 LOWEST = 19
@@ -49,6 +53,17 @@ def test_lora_trains_the_adapter_alone_and_saves_it_whole(folder_of, tmp_path):
     again = PeftModel.from_pretrained(plain_model(folder, torch.float32), out).eval()
     assert stock_logps(again, PROBE) == pytest.approx(found["logps"], abs=1e-5)
     assert stock_logps(plain_model(folder, torch.float32), PROBE) != pytest.approx(found["logps"], abs=1e-4)
+
+
+def test_an_adapter_is_saved_with_the_tokenizer_and_is_no_model(folder_of, tmp_path):
+    folder, out = shutil.copytree(folder_of("qwen3"), tmp_path / "base"), tmp_path / "adapter"
+    byte_tokenizer().save_pretrained(folder)
+    spec = RankSpec(str(folder), 0, 1, "127.0.0.1", 0, settings(), lora=LoraSettings(4, 8, "all-linear"))
+    save_student(load_student(spec)[0], spec, out)
+    again = AutoTokenizer.from_pretrained(out)
+    assert again.chat_template == byte_tokenizer().chat_template and again.get_vocab() == byte_tokenizer().get_vocab()
+    assert adapter_base(out) == str(folder)
+    assert not {"config.json", "generation_config.json", "model.safetensors"} & {file.name for file in out.iterdir()}
 
 
 @pytest.mark.timeout(200)

@@ -14,7 +14,7 @@ from models import forward_logps, random_ids, tiny_qwen3
 
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import PublishingError, PublishRefusedError
-from skyrl_thundersync.rollout.publish import StaleReplicaError, publish
+from skyrl_thundersync.rollout.publish import AdapterIgnoredError, StaleReplicaError, publish, serve_adapter
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -179,3 +179,83 @@ def test_adapters_are_published_by_version(host, spec, checkpoints, tokenizer, t
         expected = forward_logps(adapted, PROBE + sample.ids)[-len(sample.ids) :]
         assert sample.logps == pytest.approx(expected, abs=2e-5)
         assert max(abs(a - b) for a, b in zip(expected, forward_logps(tiny_qwen3(0), PROBE + sample.ids)[-8:])) > 0.01  # noqa: B905
+
+
+class AdapterTarget:
+    """Two replicas that compute as told, before and after an adapter."""
+
+    def __init__(self, before, again, after, **answers):
+        self.times, self.after, self.answers, self.version = [before, again], after, answers, None
+
+    async def logps(self, probe_ids):
+        return self.times.pop(0)
+
+    async def load_weights(self, path, version, probe_ids):
+        return [
+            {
+                "replica": f"rollout-{i}",
+                "version": version,
+                "probe_logps": logps,
+                "prefix_cache_reset": True,
+                **self.answers,
+            }
+            for i, logps in enumerate(self.after)
+        ]
+
+    def acknowledged(self, version):
+        self.version = version
+
+
+BASE, NOISY, OTHER = [-1.0, -2.0], [-1.0, -2.001], [-1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("again", "after", "error", "said"),
+    [
+        (
+            [BASE, BASE],
+            [BASE, BASE],
+            AdapterIgnoredError,
+            "rollout-0 was given the adapter DIR and computes the same",
+        ),
+        ([BASE, BASE], [OTHER, BASE], StaleReplicaError, "rollout-1"),
+        (
+            [NOISY, BASE],
+            [NOISY, NOISY],
+            AdapterIgnoredError,
+            "changed by 1.0e-03 nats, 1.0e-03 from one time to the next",
+        ),
+        ([BASE, BASE], [[math.nan, -2.0]] * 2, StaleReplicaError, "rollout-0"),
+    ],
+)
+def test_an_adapter_that_makes_no_difference_is_refused(again, after, error, said):
+    target = AdapterTarget([BASE, BASE], again, after)
+    with pytest.raises(error, match=said):
+        asyncio.run(serve_adapter("DIR", 1, target, [1, 2, 3], 1e-2))
+    assert target.version is None
+
+
+def test_an_adapter_that_makes_a_difference_everywhere_is_served():
+    target = AdapterTarget([BASE, BASE], [NOISY, BASE], [OTHER, OTHER])
+    asyncio.run(serve_adapter("DIR", 1, target, [1, 2, 3], 1e-2))
+    assert target.version == 1
+
+
+def test_a_replica_that_ignores_an_adapter_is_found_out_by_what_it_computes(
+    host, spec, checkpoints, tokenizer, tmp_path
+):
+    from peft import LoraConfig, get_peft_model
+
+    lora = Hosted(host, "evaluated", "rollout", replace(spec, lora_rank=8)).wait()
+    client = LocalEngineClient([lora], tokenizer, "policy")
+    assert asyncio.run(client.logps(PROBE))[0] == pytest.approx(forward_logps(tiny_qwen3(0), PROBE), abs=1e-4)
+    adapted = get_peft_model(tiny_qwen3(0), LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    adapted.save_pretrained(tmp_path / "untrained")  # B is zero
+    with pytest.raises(AdapterIgnoredError, match="never trained"):
+        asyncio.run(serve_adapter(str(tmp_path / "untrained"), 1, client, PROBE, 1e-3))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "trained")
+    asyncio.run(serve_adapter(str(tmp_path / "trained"), 2, client, PROBE, 1e-3))
+    assert client.weight_version == 2
