@@ -54,7 +54,8 @@ SHARED = 0.35
 class Options:
     """The `thundersync.learner` options of one policy."""
 
-    dtype, zero_stage, offload_optimizer, accumulator, threads, state_gib = "float32", 1, False, "fp32", 1, None
+    dtype, zero_stage, offload_optimizer, accumulator, threads = "float32", 1, False, "fp32", 1
+    state_gib = graph_gib = None
 
     def __init__(self, block_tokens: int, retain_gib: float, dtype: str = "float32"):
         self.block_tokens, self.retain_gib, self.dtype = block_tokens, retain_gib, dtype

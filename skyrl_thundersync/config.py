@@ -26,6 +26,9 @@ class LearnerConfig(BaseConfig):
     """Turns wait for each other until this many new tokens are worth one forward pass."""
     retain_gib: float = 1.0
     """Budget in GiB per rank for autograd graphs kept from arrival to sweep. A retained segment is not forwarded twice."""
+    graph_gib: Optional[float] = None
+    """Largest autograd graph of one pass, in GiB. A segment with a larger one keeps the inputs of its layers alone, which run
+    again in the backward: a third more work for it, in a small part of the memory. Default: no limit."""
     state_gib: Optional[float] = None
     """Budget in GiB per rank for cut states and adjoints of open trajectories. On a GPU what has waited longest moves to host
     memory beyond it, as much again; beyond that, and on a CPU at once, groups that have not started wait. Default: none."""

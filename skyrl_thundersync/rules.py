@@ -292,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.learner.ranks", 1, "rank"),
     _at_least("thundersync.learner.block_tokens", 1, "token"),
     _at_least("thundersync.learner.retain_gib", 0, "GiB"),
+    _at_least("thundersync.learner.graph_gib", 0, "GiB"),
     _at_least("thundersync.learner.state_gib", 0, "GiB"),
     _at_least("thundersync.learner.threads", 1, "thread"),
     _at_least("thundersync.learner.max_restarts", 0, "restarts"),

@@ -36,6 +36,7 @@ class Settings:
     offload_optimizer: bool = False
     block_tokens: int = 640
     retain_gib: float = 1.0
+    graph_gib: float | None = None
     state_gib: float | None = None
     accumulator: str = "fp32"
     threads: int = 1

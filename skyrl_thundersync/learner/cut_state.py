@@ -116,7 +116,7 @@ class CutGatedDelta(LinearAttentionLayer):
         else:
             full = torch.nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
         if self.own[0] is None:  # else a layer runs again in its backward
-            self.own[0] = full[..., -width:]
+            self.own[0] = full[..., -width:].clone()  # a view would keep all of `full`
         return full
 
     def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):

@@ -41,6 +41,7 @@ class LearnerSettings(Protocol):
     offload_optimizer: bool
     block_tokens: int
     retain_gib: float
+    graph_gib: float | None
     state_gib: float | None
     accumulator: str
     threads: int
@@ -107,7 +108,8 @@ class LearnerRank:
                 trainable(self.model), learner.zero_stage, learner.offload_optimizer, learner.dtype, spec.optimizer
             )
         layout = self.optimizer.layout if self.optimizer else contiguous_layout(trainable(self.model))
-        self.segments = SegmentModel(self._causal_lm, _states(learner.state_gib, spec.device))
+        graph_limit = None if learner.graph_gib is None else int(learner.graph_gib * 2**30)
+        self.segments = SegmentModel(self._causal_lm, _states(learner.state_gib, spec.device), graph_limit)
         budget = GraphBudget(self.segments, int(learner.retain_gib * 2**30))
         self.accumulator = Accumulator(layout, exact)
         objective = OBJECTIVES[spec.objective](**spec.objective_settings)

@@ -11,15 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from skyrl_thundersync.learner.attention import Past
 from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds, require_met
 from skyrl_thundersync.learner.fixed_point import from_fixed
+from skyrl_thundersync.learner.graph_size import GraphSize, measure
 from skyrl_thundersync.learner.precision import all_double
+from skyrl_thundersync.learner.recompute import by_layer
 from skyrl_thundersync.learner.state_budget import StateBudget
 from skyrl_thundersync.learner.states import SPAN, Adjoint, Chunk
+
+LOGITS_BYTES = 2**29
+"""Most bytes of FP32 logits that exist at once, in a forward as in its backward."""
 
 
 @dataclass
@@ -128,12 +135,14 @@ class SegmentModel:
     Args:
         causal_lm: a Transformers causal LM whose attention is one of `attention.implementation`, in eval mode.
         states: where cut states and adjoints lie; by default all on the model's device.
+        graph_limit: bytes of the largest graph of one pass; a segment with a larger one runs its layers again in the
+            backward. None: no limit.
 
     Raises NotImplementedError (from `layer_kinds`) for models whose segments cannot be cut exactly.
     """
 
-    def __init__(self, causal_lm: torch.nn.Module, states: StateBudget | None = None):
-        self.states = states or StateBudget()
+    def __init__(self, causal_lm: torch.nn.Module, states: StateBudget | None = None, graph_limit: int | None = None):
+        self.states, self.graph_limit = states or StateBudget(), graph_limit
         self.kinds = layer_kinds(causal_lm.config)
         self.body = getattr(causal_lm, causal_lm.base_model_prefix)
         self.head = causal_lm.get_output_embeddings()
@@ -141,6 +150,22 @@ class SegmentModel:
         first = next(causal_lm.parameters())
         self.device = first.device
         self.precision = all_double if first.dtype == torch.float64 else nullcontext
+
+    @cached_property
+    def graph_size(self) -> GraphSize:
+        """Measured when it is first asked for."""
+        limit, self.graph_limit = self.graph_limit, None
+        size = measure(self)
+        self.graph_limit = limit
+        return size
+
+    def runs_again(self, n: int, past: int) -> bool:
+        """Whether the layers of a segment of `n` tokens after `past` run again in its backward."""
+        return self.graph_limit is not None and self.graph_size.whole(n, past) > self.graph_limit
+
+    def graph_bytes(self, n: int, past: int) -> int:
+        """Predicted bytes of the graph of `n` tokens after `past`."""
+        return self.graph_size.run_again(n) if self.runs_again(n, past) else self.graph_size.whole(n, past)
 
     def segment(
         self,
@@ -173,7 +198,9 @@ class SegmentModel:
                 leaves.append([t.detach().requires_grad_(grad) for t in segment.parent.adjoint.state[layer]])
         cache = cut_cache(self.kinds, segment.start, leaves, pasts)
         positions = torch.arange(segment.start, segment.end, device=self.device)[None]
-        with torch.set_grad_enabled(grad), self.precision():
+        again = grad and self.runs_again(segment.ids_1n.shape[1], segment.start)
+        layers = by_layer(self.body, self.precision) if again else nullcontext()
+        with torch.set_grad_enabled(grad), self.precision(), layers:
             hidden = self.body(
                 input_ids=segment.ids_1n, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state
@@ -199,10 +226,22 @@ class SegmentModel:
         self.states.add(segment.adjoint)
 
     def logp(self, hidden: torch.Tensor, scored: Scored) -> torch.Tensor:
-        """log π_θ of the scored tokens: [T], FP32 at least, differentiable."""
-        logits_TV = self.head(hidden[0, scored.positions_T])
+        """log π_θ of the scored tokens: [T], FP32 at least, differentiable.
+
+        Where their logits would be large they are formed for some rows at a time, and again in the backward.
+        """
+        hidden_Td, rows = hidden[0, scored.positions_T], max(1, LOGITS_BYTES // (4 * self.rows))
+        if len(scored) <= rows:
+            return self._logp(hidden_Td, scored.ids_T)
+        parts = zip(hidden_Td.split(rows), scored.ids_T.split(rows), strict=True)
+        return torch.cat(
+            [checkpoint(self._logp, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        )
+
+    def _logp(self, hidden_Td: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        logits_TV = self.head(hidden_Td)
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return logits_TV.gather(-1, scored.ids_T[:, None])[:, 0] - torch.logsumexp(logits_TV, -1)
+        return logits_TV.gather(-1, ids_T[:, None])[:, 0] - torch.logsumexp(logits_TV, -1)
 
     def deposit_leaves(self, segment: Segment, graph: Graph) -> None:
         """After a backward through `graph`: hand the leaves' gradients to the segments that own those states."""

@@ -73,6 +73,7 @@ BAD = {
     "thundersync.learner.ranks": 0,
     "thundersync.learner.block_tokens": 0,
     "thundersync.learner.retain_gib": -1.0,
+    "thundersync.learner.graph_gib": -1.0,
     "thundersync.learner.state_gib": -1.0,
     "thundersync.learner.threads": 0,
     "thundersync.learner.max_restarts": -1,

@@ -76,6 +76,7 @@ def settings(**changes) -> SimpleNamespace:
             "offload_optimizer": False,
             "block_tokens": 0,
             "retain_gib": 0.0,
+            "graph_gib": None,
             "state_gib": None,
             "accumulator": "fp32",
             "threads": 1,

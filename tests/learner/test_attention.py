@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plain import FAMILIES, batch, distance, make_rank, plain_gradient
-from torch.utils._python_dispatch import TorchDispatchMode
+from sizes import Sizes
 from transformers import AutoConfig
 
 from skyrl_thundersync.learner import attention, student
@@ -90,28 +90,17 @@ def test_the_probe_tells_a_right_kernel_from_wrong_ones(dtype):
 
 def test_the_cuda_kernel_has_the_shapes_and_takes_no_scores():
     """On tensors without data, which is what can be seen of it without a GPU: a past is met without [n, past] scores."""
-    largest = 0
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            for out in result if isinstance(result, tuple) else (result,):
-                if isinstance(out, torch.Tensor):
-                    largest = max(largest, out.numel())
-            return result
-
     n, p, h, g, d = 64, 4096, 8, 2, 128
     with torch.device("meta"):
         q, k, v = (torch.randn(1, heads, n, d, dtype=torch.bfloat16, requires_grad=True) for heads in (h, g, g))
         past = [torch.randn(1, g, p, d, dtype=torch.bfloat16) for _ in "kv"]
     shapes = []
-    with Largest():
+    with Sizes() as sizes:
         before = Past(*past, lambda dk, dv: shapes.extend((dk.shape, dv.shape)))
         out = SplitCausal.apply(q, k, v, d**-0.5, (before,), KERNELS["cuda_fused"])
         out.sum().backward()
     assert out.shape == q.shape and shapes == [past[0].shape] * 2
-    assert largest < h * n * p
+    assert sizes.largest < h * n * p
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe_lite"])
