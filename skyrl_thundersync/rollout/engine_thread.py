@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -73,6 +73,16 @@ class EngineSpec:
         return replace(self, log_path=None if path is None else str(path))
 
 
+def _room_for(rank: int) -> int:
+    """The least size of vLLM's that holds adapters of `rank`: it has buffers of a few sizes only."""
+    from vllm.config.lora import MaxLoRARanks
+
+    sizes = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    if not sizes:
+        raise ValueError(f"vLLM serves adapters up to rank {max(get_args(MaxLoRARanks))}; this one has rank {rank}")
+    return min(sizes)
+
+
 def build_engine(spec: EngineSpec) -> LLMEngine:
     """Start vLLM in this process. Call it before anything imports torch: thread counts are read at import.
 
@@ -102,7 +112,9 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    lora = dict(enable_lora=True, max_lora_rank=spec.lora_rank, max_loras=1, max_cpu_loras=2) if spec.lora_rank else {}
+    lora = {}
+    if spec.lora_rank:
+        lora = dict(enable_lora=True, max_lora_rank=_room_for(spec.lora_rank), max_loras=1, max_cpu_loras=2)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=spec.model,

@@ -246,10 +246,10 @@ def test_a_replica_that_ignores_an_adapter_is_found_out_by_what_it_computes(
 ):
     from peft import LoraConfig, get_peft_model
 
-    lora = Hosted(host, "evaluated", "rollout", replace(spec, lora_rank=8)).wait()
+    lora = Hosted(host, "evaluated", "rollout", replace(spec, lora_rank=4)).wait()  # not one of vLLM's own sizes
     client = LocalEngineClient([lora], tokenizer, "policy")
     assert asyncio.run(client.logps(PROBE))[0] == pytest.approx(forward_logps(tiny_qwen3(0), PROBE), abs=1e-4)
-    adapted = get_peft_model(tiny_qwen3(0), LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    adapted = get_peft_model(tiny_qwen3(0), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     adapted.save_pretrained(tmp_path / "untrained")  # B is zero
     with pytest.raises(AdapterIgnoredError, match="never trained"):
         asyncio.run(serve_adapter(str(tmp_path / "untrained"), 1, client, PROBE, 1e-3))
