@@ -86,10 +86,29 @@ def broken_files(folder: Path) -> Iterator[str]:
             yield f"{file} is not whole ({error}; {size:,} bytes are there). Save or copy it again."
 
 
+def model_folder(path: str) -> Path | None:
+    """Where a model's files are: its folder, or its snapshot in the local hub cache; None when it is not here yet."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json") if _HUB_NAME.match(path) else None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def served_bytes(path: str, width: int) -> int | None:
+    """Bytes of a model's weights as they are served at `width` bytes a parameter, or as stored where they are quantised."""
+    parameters, config = model_parameters(path), model_config(path)
+    if parameters is None or "quantization_config" not in (config or {}):
+        return parameters and parameters * width
+    return sum(file.stat().st_size for file in model_folder(path).glob("*.safetensors"))
+
+
 def model_parameters(path: str | None) -> int | None:
-    """Parameters of a model folder, from the headers of its safetensors files; None for a hub name or other formats."""
-    folder = Path(path or "").expanduser()
-    files = sorted(folder.glob("*.safetensors")) if path and folder.is_dir() else []
+    """Parameters of a model, from the headers of its safetensors files; None where it is not here or in another format."""
+    folder = model_folder(path) if path else None
+    files = sorted(folder.glob("*.safetensors")) if folder else []
     if not files:
         return None
     total = 0
@@ -115,15 +134,9 @@ def adapter_base(folder: Path) -> str | None:
 
 def model_config(path: str) -> dict[str, Any] | None:
     """A model's config.json: from its folder, or from the local hub cache; None when it is not on this machine yet."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(path, "config.json") if _HUB_NAME.match(path) else None
-        if not isinstance(cached, str):
-            return None
-        file = Path(cached)
-    return json.loads(file.read_text(encoding="utf-8"))
+    folder = model_folder(path)
+    file = folder and folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else None
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_thundersync.checks import Check
 from skyrl_thundersync.host_defaults import uses_cuda
-from skyrl_thundersync.inputs import kv_cache_gib, model_config, model_parameters
+from skyrl_thundersync.inputs import kv_cache_gib, model_config, model_parameters, served_bytes
 from skyrl_thundersync.machine_limits import GIB, available_memory
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, flo
     """Bytes of (learner rank on its device, learner rank on the host, rollout replica, teacher replica); None if unknown."""
     ts = cfg.thundersync
     parameters = model_parameters(cfg.trainer.policy.model.path)
-    teacher = model_parameters(ts.teacher.model) if ts.objective == "opd" else 0
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}
+    teacher = served_bytes(ts.teacher.model, width[ts.teacher.dtype]) if ts.objective == "opd" else 0
     if parameters is None or teacher is None:
         return None
-    width = {"bfloat16": 2, "float16": 2, "float32": 4}
     lora = cfg.trainer.policy.model.lora.rank
     trained = parameters
     if lora:
@@ -96,7 +96,7 @@ def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, flo
     device = parameters * width[ts.learner.dtype] + (0 if ts.learner.offload_optimizer else state)
     host = 4 * trained * sums + (state if ts.learner.offload_optimizer else 0)
     rollout = parameters * width[cfg.generator.inference_engine.model_dtype]
-    return device, host, rollout, (teacher or 0) * width[ts.teacher.dtype]
+    return device, host, rollout, teacher
 
 
 def _gib(size: float) -> str:

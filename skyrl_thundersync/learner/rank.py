@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ from skyrl_thundersync.learner.fixed_point import MOST_RANKS
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import SegmentModel
 from skyrl_thundersync.learner.state_budget import StateBudget, StreamMover
-from skyrl_thundersync.learner.student import checksum, cut_gap, load_student, save_student, stock_logps
+from skyrl_thundersync.learner.student import (
+    checksum,
+    cut_gap,
+    load_student,
+    save_student,
+    stock_logps,
+    student_folder,
+)
 from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, route
 from skyrl_thundersync.objectives import OBJECTIVES
@@ -60,9 +67,9 @@ class LoraSettings:
 class RankSpec:
     """Everything one rank is built from.
 
-    model_path: a local folder in Hugging Face format. learner: the `thundersync.learner` options. objective: "opd" or
-    "grpo"; objective_settings: its constructor's arguments. optimizer: None for a rank that only accumulates (no process
-    group, `finish` refused). device: "cpu" or "cuda".
+    model_path: a folder in Hugging Face format, or a name on the hub. learner: the `thundersync.learner` options.
+    objective: "opd" or "grpo"; objective_settings: its constructor's arguments. optimizer: None for a rank that only
+    accumulates (no process group, `finish` refused). device: "cpu" or "cuda".
     """
 
     model_path: str
@@ -94,8 +101,7 @@ class LearnerRank:
             )
         if spec.optimizer is not None:
             route(learner.zero_stage, learner.offload_optimizer, learner.dtype)
-        if not Path(spec.model_path, "config.json").is_file():
-            raise FileNotFoundError(f"student model folder {spec.model_path} has no config.json")
+        spec = self.spec = replace(spec, model_path=str(student_folder(spec.model_path)))
         layer_kinds(AutoConfig.from_pretrained(spec.model_path))
         if spec.device == "cpu":
             torch.set_num_threads(learner.threads)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_thundersync.learner.accumulate import trainable
@@ -23,6 +25,26 @@ if TYPE_CHECKING:
     from skyrl_thundersync.learner.rank import RankSpec
 
 STOCK_ATTENTION = "sdpa"
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What of a model on the hub is fetched: weights, configurations, tokenizer."""
+
+
+def student_folder(name: str) -> Path:
+    """The folder of a student's files: `name` itself, or the snapshot of that name on the hub, fetched where it is missing.
+
+    Raises FileNotFoundError where neither is there.
+    """
+    folder = Path(name)
+    if not folder.is_dir() and not name.startswith(("/", ".")):
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=FILES))
+        except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
+            raise FileNotFoundError(
+                f"student model {name}: there is no such folder, and the hub gave no such model: {error}"
+            ) from error
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"student model folder {folder} has no config.json")
+    return folder
 
 
 def load_student(spec: RankSpec) -> tuple[torch.nn.Module, Choice]:

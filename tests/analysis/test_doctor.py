@@ -142,6 +142,17 @@ def config(student, teacher, **learner):
     )
 
 
+def test_a_quantised_teacher_counts_as_it_is_stored(tmp_path):
+    student, teacher = save_model(tmp_path / "s", "qwen3"), save_model(tmp_path / "t", "qwen3")
+    described = json.loads((tmp_path / "t" / "config.json").read_text())
+    (tmp_path / "t" / "config.json").write_text(
+        json.dumps(described | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    n, stored = inputs.model_parameters(teacher), (tmp_path / "t" / "model.safetensors").stat().st_size
+    assert split.split_memory(config(student, teacher), 4)[3] == stored
+    assert inputs.served_bytes(student, 2) == 2 * n
+
+
 def test_memory_of_a_split(tmp_path, monkeypatch):
     """BF16 weights, FP32 gradient on the host, 12 bytes of optimizer state shared by four ranks."""
     student, teacher = save_model(tmp_path / "s", "qwen3"), save_model(tmp_path / "t", "llama")
@@ -151,6 +162,7 @@ def test_memory_of_a_split(tmp_path, monkeypatch):
     assert split.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
     # Three groups with statistics, two FP32 sums each, beside the gradient.
     assert split.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
+    monkeypatch.setattr(split, "available_memory", lambda: 64 * 2**30)
     # Eight processes of 1 GiB and three K/V caches, a small model beside them.
     assert "host 11.0 GiB of" in split.memory(config(student, teacher)).seen
     larger = config(student, teacher)

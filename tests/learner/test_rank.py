@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants as hub
 from plain import VOCAB, batch, distance, make_rank, plain_gradient, plain_model, settings, trajectory
 from ranks import PROBE, full, in_processes, lora, niceness, still, works_of
 from safetensors import safe_open
@@ -199,6 +200,25 @@ def test_what_cannot_run_is_refused_before_the_model_loads(tmp_path, folder_of):
 
 
 @pytest.mark.timeout(200)
+def in_the_hub_cache(monkeypatch, cache, name: str, folder: str) -> str:
+    """Put a model's files where a download of `name` would, and cut the hub off."""
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    home = cache / f"models--{name.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, home / "snapshots" / ("0" * 40))
+    return name
+
+
+def test_a_student_is_loaded_by_its_name_on_the_hub(monkeypatch, tmp_path, folder_of):
+    name = in_the_hub_cache(monkeypatch, tmp_path / "hub", "org/tiny", folder_of("qwen3"))
+    mine, theirs = make_rank(name).model.state_dict(), make_rank(folder_of("qwen3")).model.state_dict()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    with pytest.raises(FileNotFoundError, match="org/absent: there is no such folder, and the hub gave no such model"):
+        make_rank("org/absent")
+
+
 def test_an_actor_gives_way_only_where_it_leaves_no_core(folder_of):
     cores = len(os.sched_getaffinity(0))
     for threads, wanted in ((cores, min(CPU_NICENESS, LOWEST - os.nice(0))), (cores - 1, 0)):
