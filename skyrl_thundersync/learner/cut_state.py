@@ -11,6 +11,8 @@ Everything else is refused by name when the model loads: its cut would not be ex
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
@@ -123,6 +125,17 @@ class CutGatedDelta(LinearAttentionLayer):
         if self.own[1] is None:
             self.own[1] = recurrent_states
         return recurrent_states
+
+
+def step_by_chunks(body: torch.nn.Module) -> None:
+    """Let segments of one token take the chunked gated-delta rule too, as longer ones do, for all models of its module.
+
+    Transformers sends a single token after a state to a recurrent rule meant for decoding. With fused kernels installed
+    that one has no backward; the chunked rule has, for initial and final states.
+    """
+    for module in {sys.modules[type(part).__module__] for part in body.modules()}:
+        if hasattr(module, "torch_recurrent_gated_delta_rule"):
+            module.torch_recurrent_gated_delta_rule = module.torch_chunk_gated_delta_rule
 
 
 def cut_cache(

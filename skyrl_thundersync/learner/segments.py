@@ -17,7 +17,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from skyrl_thundersync.learner.attention import Past
-from skyrl_thundersync.learner.cut_state import ATTENTION, GATED_DELTA, LATENT, cut_cache, layer_kinds, require_met
+from skyrl_thundersync.learner.cut_state import (
+    ATTENTION,
+    GATED_DELTA,
+    LATENT,
+    cut_cache,
+    layer_kinds,
+    require_met,
+    step_by_chunks,
+)
 from skyrl_thundersync.learner.fixed_point import from_fixed
 from skyrl_thundersync.learner.graph_size import GraphSize, measure
 from skyrl_thundersync.learner.precision import all_double
@@ -145,6 +153,7 @@ class SegmentModel:
         self.states, self.graph_limit = states or StateBudget(), graph_limit
         self.kinds = layer_kinds(causal_lm.config)
         self.body = getattr(causal_lm, causal_lm.base_model_prefix)
+        step_by_chunks(self.body)
         self.head = causal_lm.get_output_embeddings()
         self.rows = causal_lm.get_input_embeddings().num_embeddings
         first = next(causal_lm.parameters())

@@ -65,6 +65,25 @@ def test_fp32_gradient_of_random_trees(folder_of, family):
     assert distance(ours, plain) <= 3e-6
 
 
+def test_a_segment_of_one_token_needs_no_backward_of_a_decoding_kernel(monkeypatch, folder_of):
+    """The fused recurrent rule that a GPU's packages bring has a forward alone, as this stand-in has."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    rule = modeling.torch_chunk_gated_delta_rule
+
+    def forward_alone(*args, **kwargs):
+        out, state = rule(*args, **kwargs)
+        return out.detach(), state.detach()
+
+    monkeypatch.setattr(modeling, "torch_recurrent_gated_delta_rule", forward_alone)
+    turns = [{"context": 5, "action": 4}, {"context": 1, "action": 1}, {"context": 0, "action": 1}]
+    appends = trajectory(random.Random(0), "g", 0, tuple(range(9)), turns)
+    works = [*appends, CloseTrajectory(T0, 1.0), CloseGroup("g")]
+    plain, _ = plain_gradient(folder_of("qwen3_5_text"), works)
+    ours, _ = run(make_rank(folder_of("qwen3_5_text"), block_tokens=1), works)
+    assert distance(ours, plain) <= 1e-12
+
+
 def test_bf16_student_accumulates_in_fp32(folder_of):
     """BF16 passes are as far from the FP64 gradient as the textbook's own BF16 pass is."""
     folder, works = folder_of("qwen3"), batch(seed=5)

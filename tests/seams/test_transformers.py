@@ -17,6 +17,20 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer  
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 IDS = torch.arange(20)[None]
+GATED = Qwen3_5TextConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+)
 
 
 def test_an_attention_of_ones_own_gets_the_heads_and_no_mask():
@@ -64,23 +78,9 @@ def test_a_layers_update_gives_the_keys_and_values_that_attention_meets():
 
 
 def test_a_gated_delta_layer_takes_its_states_from_the_cache_and_gives_them_back():
-    config = Qwen3_5TextConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-    )
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(config).eval()
-    cache = DynamicCache(config=config)
+    model = Qwen3_5ForCausalLM(GATED).eval()
+    cache = DynamicCache(config=GATED)
     layer = cache.layers[0]
     assert isinstance(layer, LinearAttentionLayer)
     with torch.no_grad():
@@ -93,6 +93,25 @@ def test_a_gated_delta_layer_takes_its_states_from_the_cache_and_gives_them_back
         rest = model(IDS[:, 12:], past_key_values=cache, use_cache=True).logits
         whole = model(IDS).logits
     assert torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-4)
+
+
+def test_one_token_after_a_state_takes_the_recurrent_rule_of_this_name(monkeypatch):
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    asked = []
+
+    def rule(*args, **kwargs):
+        asked.append(args[0].shape[1])
+        return modeling.torch_chunk_gated_delta_rule(*args, **kwargs)
+
+    monkeypatch.setattr(modeling, "torch_recurrent_gated_delta_rule", rule)
+    torch.manual_seed(0)
+    model, cache = Qwen3_5ForCausalLM(GATED).eval(), DynamicCache(config=GATED)
+    with torch.no_grad():
+        model(IDS[:, :19], past_key_values=cache, use_cache=True)
+        last = model(IDS[:, 19:], past_key_values=cache, use_cache=True).logits
+        assert asked == [1]
+        assert torch.allclose(last[:, -1], model(IDS).logits[:, -1], atol=1e-4)
 
 
 def test_a_models_parts_are_found_by_these_names():
