@@ -29,7 +29,7 @@ from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.rollout.evaluate import evaluate, read_tasks
 from skyrl_thundersync.rollout.generator import GuardedGenerator
-from skyrl_thundersync.rollout.publish import serve_adapter
+from skyrl_thundersync.rollout.publish import AdapterIgnoredError, serve_adapter
 from skyrl_thundersync.run_checks import sandbox
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.survey import Surveyor
@@ -213,7 +213,10 @@ async def _serve(cfg: Any, tokenizer: Any, device: str, adapter: Path | None, lo
     if adapter:
         rng = random.Random(cfg.trainer.seed)
         probe = [rng.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
-        await serve_adapter(str(adapter.absolute()), 1, client, probe, cfg.thundersync.publish.tolerance)
+        try:
+            await serve_adapter(str(adapter.absolute()), 1, client, probe, cfg.thundersync.publish.tolerance)
+        except AdapterIgnoredError as error:
+            raise ConfigError(f"{error}. Nothing was evaluated.") from error
     return client
 
 
