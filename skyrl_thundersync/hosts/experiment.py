@@ -18,6 +18,7 @@ from skyrl_thundersync.loggers import Trackers, trackers
 from skyrl_thundersync.metrics import MetricsFile
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
+from skyrl_thundersync.rollout.plain_contents import PlainContents
 
 
 class Progress(TrainingCallback):
@@ -58,7 +59,9 @@ class ThunderSyncExperiment(BasePPOExp):
 
     def _dataset(self, files: list[str]) -> TaskDataset:
         cfg = self.cfg
-        return TaskDataset(files, cfg.environment.env_class, self.tokenizer, cfg.trainer.max_prompt_length)
+        return TaskDataset(
+            files, cfg.environment.env_class, PlainContents.of(self.tokenizer), cfg.trainer.max_prompt_length
+        )
 
     def _setup_trainer(self) -> ThunderSyncTrainer:
         """As SkyRL's, without its FSDP or Megatron workers, whose import needs packages that only CUDA machines have."""

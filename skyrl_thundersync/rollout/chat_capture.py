@@ -11,7 +11,7 @@ last token that both have in common.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_thundersync.rollout.conversation import Conversation
 
@@ -27,6 +27,14 @@ class MessageError(ValueError):
     """A message that cannot be given to the policy: not text, or no role."""
 
 
+class _Asked(NamedTuple):
+    """A request that waits for its answer: its messages, the conversation that goes on, the context to sample from."""
+
+    messages: list[Message]
+    talk: Conversation
+    ids: list[int]
+
+
 class CapturedChat:
     """One session. Attributes: `branches`, how often it went on from a rewritten history.
 
@@ -40,33 +48,37 @@ class CapturedChat:
         self._tokenizer, self._append_only, self._rewritten = tokenizer, append_only, rewritten
         self._talk: Conversation | None = None
         self._said: list[Message] = []
-        self._asked: list[Message] = []
+        self._asked: _Asked | None = None
         self.branches = 0
 
     def context(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to sample the answer to `messages` from.
+        """Token ids to sample the answer to `messages` from. Until `sampled` nothing has been said: it may be asked again.
 
         Raises:
             RewrittenHistoryError: "refuse", and the history was changed.
         """
-        self._asked = list(messages)
+        self._asked = self._ask(messages)
+        return self._asked.ids
+
+    def _ask(self, messages: Sequence[Message]) -> _Asked:
         if self._talk is not None:
             kept = next(
                 (i for i, said in enumerate(self._said) if i >= len(messages) or messages[i] != said), len(self._said)
             )
             if kept == len(self._said) < len(messages) and self._append_only:
-                self._talk.add_messages(messages[kept:])
-                return self._talk.ids
+                return _Asked(list(messages), self._talk, self._talk.with_messages(messages[kept:]))
             if self._rewritten == "refuse":
                 raise RewrittenHistoryError(_difference(self._said, messages, kept))
-            self.branches += 1
-        self._talk = Conversation(self._tokenizer, list(messages))
-        return self._talk.ids
+        talk = Conversation(self._tokenizer, list(messages))
+        return _Asked(list(messages), talk, talk.ids)
 
     def sampled(self, ids: list[int]) -> str:
         """The answer as sampled; its text, which the agent is to send back as it is."""
+        self.branches += self._talk not in (None, self._asked.talk)
+        self._talk = self._asked.talk
+        self._talk.ids = list(self._asked.ids)
         text = self._talk.add_sampled(ids)
-        self._said = [*self._asked, {"role": "assistant", "content": text}]
+        self._said = [*self._asked.messages, {"role": "assistant", "content": text}]
         return text
 
 

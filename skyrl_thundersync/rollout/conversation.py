@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl_thundersync.rollout.plain_contents import PlainContents
+
 _BASE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 _PROBE = ("ls -l", "total 0", "<think>\nx\n</think>\n\n```bash\ncat y\n```", "z")
 
@@ -18,8 +20,8 @@ class Conversation:
     """Attributes: `ids`, the context of the next turn, generation prompt included."""
 
     def __init__(self, tokenizer: Any, messages: list[dict[str, str]]) -> None:
-        """Begin with `messages`; `tokenizer` is a Hugging Face one with a chat template and an end-of-turn token."""
-        self._tokenizer = tokenizer
+        """Begin with `messages`; `tokenizer` is a fast Hugging Face one with a chat template and an end-of-turn token."""
+        self._tokenizer = tokenizer = PlainContents.of(tokenizer)
         self.ids: list[int] = _encode(tokenizer, messages, True)
         self._base = _up_to_end(_encode(tokenizer, _BASE, False), tokenizer.eos_token_id)
 
@@ -35,7 +37,11 @@ class Conversation:
         self.add_messages([{"role": "user", "content": text}])
 
     def add_messages(self, messages: Sequence[dict[str, str]]) -> None:
-        """Append messages that follow a sampled turn, and the start of the next one.
+        """Append messages that follow a sampled turn, and the start of the next one. Raises as `with_messages`."""
+        self.ids = self.with_messages(messages)
+
+    def with_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The context that `add_messages` would leave; nothing is appended.
 
         Raises:
             ValueError: the template rewrites earlier messages when some are added.
@@ -45,7 +51,7 @@ class Conversation:
             raise ValueError(
                 "the chat template rewrites earlier messages when one is added: token ids could not be kept"
             )
-        self.ids += longer[len(self._base) :]
+        return self.ids + longer[len(self._base) :]
 
     @classmethod
     def check_template(cls, tokenizer: Any) -> None:

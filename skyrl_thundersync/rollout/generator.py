@@ -14,6 +14,7 @@ from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
 from skyrl_thundersync.rollout.guarded_env import ENV_ID, GUARD, Guard, register_guarded_env
 from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
+from skyrl_thundersync.rollout.plain_contents import PlainContents
 from skyrl_thundersync.rollout.terminal_text import opens_thought
 
 
@@ -25,7 +26,7 @@ class GuardedGenerator(SkyRLGymGenerator):
     """One reward a trajectory: the sum of its steps', as a float. Arguments as SkyRL's; crash_stops as `Guard`'s."""
 
     def __init__(self, *args, tokenizer, crash_stops: bool = True, **kwargs) -> None:
-        super().__init__(*args, tokenizer=tokenizer, **kwargs)
+        super().__init__(*args, tokenizer=PlainContents.of(tokenizer), **kwargs)
         self._thought_opened = opens_thought(tokenizer, **self.generator_cfg.chat_template_kwargs)
         self._crash_stops = crash_stops
         register_guarded_env()

@@ -30,6 +30,7 @@ from skyrl_thundersync.rollout.chat_capture import (
     plain_messages,
 )
 from skyrl_thundersync.rollout.conversation import Conversation
+from skyrl_thundersync.rollout.plain_contents import PlainContents
 
 MAX_REQUEST_BYTES = 64 << 20
 HOST = "127.0.0.1"
@@ -69,7 +70,7 @@ class PolicyServer:
         """Raises ValueError for an unknown `rewritten`, or with "refuse" for a template that rewrites earlier messages."""
         if rewritten not in REWRITTEN:
             raise ValueError(f"rewritten={rewritten!r}: must be one of {', '.join(REWRITTEN)}")
-        self._client, self._tokenizer, self._model = client, tokenizer, model
+        self._client, self._tokenizer, self._model = client, PlainContents.of(tokenizer), model
         self._sampling, self._max_context, self._rewritten = dict(sampling), max_context, rewritten
         try:
             Conversation.check_template(tokenizer)
