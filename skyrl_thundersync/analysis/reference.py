@@ -115,6 +115,8 @@ def weights(batch: Batch, objective: Objective) -> dict[TrajectoryId, float]:
             tokens[work.source.trajectory] = tokens.get(work.source.trajectory, 0) + work.source.n_scored
     found: dict[TrajectoryId, float] = {}
     for group in rewards.values():
+        first = next(iter(group.values()))
+        group = {trajectory: reward - first for trajectory, reward in group.items()}  # no law depends on where 0 is
         m, values = len(group), list(group.values())
         mean = sum(values) / m
         squares = sum((r - mean) ** 2 for r in values)

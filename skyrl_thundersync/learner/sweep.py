@@ -138,8 +138,8 @@ class Forest:
             self._sweep_finished(group, trajectory, self.objective.weights(work.group_rewards)[sample], tally)
         else:
             if group.statistics is None:
-                group.statistics = GroupStatistics(self.accumulator, group.nodes)
-            with group.statistics.collecting(sample, work.reward):
+                group.statistics = GroupStatistics(self.accumulator, work.reward)
+            with group.statistics.collecting(work.reward, group.nodes):
                 self._sweep_finished(group, trajectory, 1.0, tally)
         return tally
 
@@ -155,7 +155,7 @@ class Forest:
         rewards = [group.rewards[sample] for sample in sorted(group.rewards)]
         if group.statistics is not None:
             self.model.states.bring(group.nodes[-1].states() if group.nodes else [])
-            group.statistics.close(*self.objective.affine(rewards))
+            group.statistics.close(*self.objective.affine(rewards, group.statistics.origin))
         if group.waiting:
             weight_of = dict(zip(sorted(group.rewards), self.objective.weights(rewards), strict=True))
             for sample in sorted(group.waiting):

@@ -1,9 +1,10 @@
 """Group-relative policy optimisation (PAPER.md, "GRPO, exactly"), on policy: the importance ratio is 1.
 
 S_i = Σ_t w_t log π_θ with w_t = 1/|M_i| (each trajectory's mean over its scored tokens, under every law), H_i = ∇S_i,
-g_G = (1/m) Σ A_i H_i over the group's m rewarded samples, g_k = Σ_G g_G. Every law is affine in the reward,
-A_i/m = (r_i − b)·c with b and c of the group, so that H_i can be summed before b and c are known:
-g_G = c·(G1 − b·G2), G1 = Σ r_i H_i, G2 = Σ H_i.
+g_G = (1/m) Σ A_i H_i over the group's m rewarded samples, g_k = Σ_G g_G. Every law is affine in the reward, so that H_i can
+be summed before the group's mean and deviation are known: with an origin o, A_i/m = ((r_i − o) − b)·c and
+g_G = c·(G1 − b·G2), G1 = Σ (r_i − o) H_i, G2 = Σ H_i. PAPER.md has o = 0; the two terms are then as large as the rewards and
+cancel down to their spread, so o is one of the group's rewards.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Grpo:
             raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}")
         self.law, self.epsilon = law, epsilon
 
-    def affine(self, rewards: Sequence[float | None]) -> tuple[float, float]:
-        """(b, c) with A_i/m = (r_i − b)·c, in float64; `rewards` of all the group's samples, in sample order.
+    def affine(self, rewards: Sequence[float | None], origin: float) -> tuple[float, float]:
+        """(b, c) with A_i/m = ((r_i − origin) − b)·c, in float64; `rewards` of all the group's samples, in sample order.
 
         None is a sample without a reward: it has no part in m, b or c. c is 0 when fewer than two samples have a reward or
         all rewards are equal, under every law. Raises ValueError for a reward that is not finite.
@@ -51,6 +52,7 @@ class Grpo:
         m = len(r)
         if m < 2 or bool((r == r[0]).all()):
             return 0.0, 0.0
+        r -= origin
         b = float(r.mean())
         if self.law == "rloo":
             return b, 1 / (m - 1)
@@ -60,16 +62,12 @@ class Grpo:
 
     def weights(self, rewards: Sequence[float | None]) -> list[float]:
         """A_i/m of each sample: what multiplies its H_i. Exactly 0 without a reward or without variance."""
-        b, c = self.affine(rewards)
-        return [0.0 if r is None or c == 0.0 else (r - b) * c for r in rewards]
+        origin = next((r for r in rewards if r is not None), 0.0)
+        b, c = self.affine(rewards, origin)
+        return [0.0 if r is None or c == 0.0 else ((r - origin) - b) * c for r in rewards]
 
     def loss(
         self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
     ) -> torch.Tensor:
         """−weight/|M_i| Σ log π_θ over a segment's T scored tokens; `weight`: A_i/m, or 1 for −S_i; `n_scored`: |M_i|."""
         return -(weight / n_scored) * logp_T.sum()
-
-
-def group_advantages(rewards: Sequence[float], law: str = "population", epsilon: float = EPSILON) -> list[float]:
-    """A_i of one group, in float64 and in the order given. Raises ValueError for an unknown law or a non-finite reward."""
-    return [len(rewards) * weight for weight in Grpo(law, epsilon).weights(rewards)]

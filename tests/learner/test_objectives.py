@@ -2,16 +2,25 @@
 
 import dataclasses
 import math
+import random
 import statistics
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from plain import FAMILIES, batch, contexts, distance, interleave, make_rank, plain_gradient
 
-from skyrl_thundersync.objectives.grpo import LAWS, Grpo, group_advantages
+from skyrl_thundersync.objectives.grpo import LAWS, Grpo
 from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, TrajectoryId
 
 REWARDS = [0.0, 1.0, 0.25, 1.0, 0.5]
+
+
+def advantages(rewards, law="population"):
+    """A_i of one group, from the weights A_i/m that the learner uses."""
+    return [len(rewards) * weight for weight in Grpo(law).weights(rewards)]
 
 
 def test_laws():
@@ -25,7 +34,7 @@ def test_laws():
         "rloo": [r - (sum(REWARDS) - r) / (m - 1) for r in REWARDS],
     }
     for law in LAWS:
-        assert group_advantages(REWARDS, law) == pytest.approx(expected[law], abs=1e-12)
+        assert advantages(REWARDS, law) == pytest.approx(expected[law], abs=1e-12)
 
 
 def test_the_sample_law_is_skyrls():
@@ -33,27 +42,36 @@ def test_the_sample_law_is_skyrls():
 
     token_rewards = torch.tensor(REWARDS)[:, None]
     theirs, _ = compute_grpo_outcome_advantage(token_rewards, torch.ones(len(REWARDS), 1), ["g"] * len(REWARDS))
-    assert group_advantages(REWARDS, "sample") == pytest.approx(theirs[:, 0].tolist(), abs=1e-5)
+    assert advantages(REWARDS, "sample") == pytest.approx(theirs[:, 0].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [0.0, 0.0], [1 / 3] * 7])
 def test_no_variance_is_exactly_zero(law, rewards):
-    assert group_advantages(rewards, law) == [0.0] * len(rewards)
+    assert advantages(rewards, law) == [0.0] * len(rewards)
 
 
 def test_bad_rewards_and_laws_are_refused():
     with pytest.raises(ValueError, match="finite"):
-        group_advantages([0.0, math.nan])
+        advantages([0.0, math.nan])
     with pytest.raises(ValueError, match="unknown advantage law"):
         Grpo("median")
 
 
 def test_a_law_is_affine_in_the_reward():
     for law in LAWS:
-        b, c = Grpo(law).affine(REWARDS)
-        advantages = group_advantages(REWARDS, law)
-        assert [(r - b) * c * len(REWARDS) for r in REWARDS] == pytest.approx(advantages, abs=1e-12)
+        for origin in (0.0, 0.25, 7.0):
+            b, c = Grpo(law).affine(REWARDS, origin)
+            by_hand = [((r - origin) - b) * c for r in REWARDS]
+            assert by_hand == pytest.approx(advantages_by_hand(law, REWARDS), abs=1e-12)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("far", [0.0, 1e3, -1e6, 1e12])
+def test_a_law_does_not_depend_on_where_zero_is(law, far):
+    """Rewards moved by a constant that all of them can carry exactly: the same advantages to FP64's last digits."""
+    moved = Grpo(law).weights([far + r for r in REWARDS])
+    assert moved == pytest.approx(Grpo(law).weights(REWARDS), rel=1e-14)
 
 
 def test_samples_without_a_reward_are_as_if_never_drawn():
@@ -149,6 +167,76 @@ def test_grpo_statistics_in_fp32(folder_of):
     for work in works:
         rank.run(work)
     assert distance(rank.gradient(), plain) <= 3e-6
+
+
+@pytest.mark.parametrize("far", [0.0, 100.0, -1000.0, 1e5])
+def test_grpo_statistics_of_rewards_far_from_zero_and_close_together(folder_of, far):
+    """Statistics are as near to FP64 as the sweep with A_i itself, wherever the rewards lie; 0.125 apart is exact in FP64."""
+    works = with_rewards(batch(seed=22, groups=2, samples=4), [far + 0.125 * i for i in (1, 0, 2, 1, 3, 3, 0, 1)])
+    plain, _ = grpo_plain(folder_of("qwen3"), works)
+    errors = []
+    for share in (works, known(works, "all")):
+        rank = make_rank(folder_of("qwen3"), "grpo", dtype="float32", block_tokens=6)
+        for work in share:
+            rank.run(work)
+        errors.append(distance(rank.gradient(), plain))
+    assert errors[0] <= 2 * errors[1] <= 6e-6
+
+
+@pytest.fixture(scope="module")
+def grpo_ranks(folder_of):
+    """One FP64 rank per accumulator: building one takes longer than a batch."""
+    return {kind: make_rank(folder_of("qwen3"), "grpo", block_tokens=5, accumulator=kind) for kind in ("fp32", "exact")}
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    samples=st.integers(2, 4),
+    empty=st.sets(st.integers(0, 3)),
+    unrewarded=st.sets(st.integers(0, 3), max_size=1),
+    late=st.sets(st.integers(0, 3)),
+    order=st.integers(0, 10**6),
+    kind=st.sampled_from(["fp32", "exact"]),
+)
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(seed=21, samples=3, empty={0}, unrewarded=set(), late=set(), order=-1, kind="fp32")
+@example(seed=21, samples=3, empty={0}, unrewarded=set(), late={2}, order=-1, kind="fp32")
+def test_grpo_gradient_of_any_order_with_any_sample_empty(
+    folder_of, grpo_ranks, seed, samples, empty, unrewarded, late, order, kind
+):
+    """Branches, samples without a turn or a reward, sweeps into statistics or with A_i (`late`): the textbook's gradient.
+
+    order: of arrival; -1 is sample by sample, so that the empty ones of the lowest numbers close first.
+    """
+    rng, works = random.Random(seed), []
+    for work in batch(seed, groups=2, samples=samples):
+        if isinstance(work, CloseTrajectory):
+            works.append(CloseTrajectory(work.trajectory, rng.uniform(-1, 1)))
+        elif isinstance(work, CloseGroup) or work.source.trajectory.sample not in empty:
+            works.append(work)
+    works = works if order < 0 else interleave(works, order)
+    works = [
+        CloseTrajectory(w.trajectory, None)
+        if isinstance(w, CloseTrajectory) and w.trajectory.sample in unrewarded
+        else w
+        for w in works
+    ]
+    plain, n = grpo_plain(folder_of("qwen3"), works)
+    full = known(works, "all")
+    works = [
+        b if isinstance(a, CloseTrajectory) and a.trajectory.sample in late else a
+        for a, b in zip(works, full, strict=True)
+    ]
+    rank = grpo_ranks[kind]
+    try:
+        assert sum(rank.run(w).n_scored for w in works) == n
+        ours = rank.gradient()
+        gap = sum(float((ours[k] - plain[k]).square().sum()) for k in plain) ** 0.5
+        size = sum(float(g.square().sum()) for g in plain.values()) ** 0.5
+        assert gap <= (1e-12 * size + 1e-15 if kind == "fp32" else 1e-8 * size + 1e-9)
+        assert rank.forest.groups == {}
+    finally:
+        rank.abort_batch()
 
 
 def test_grpo_exact_accumulator_gives_the_same_bits_in_any_order_and_however_rewards_come(folder_of):
