@@ -38,6 +38,10 @@ which keeps a model-sized FP32 gradient on the device.
 BUCKET = 2**25
 """Elements of each rank's shard reduced at a time."""
 
+UNIT = 16
+"""A shard is a multiple of so many elements: a cache line of FP32, by which torch's fused AdamW cuts its work, and no less
+than a vector register holds. What is left over at a shard's end would be computed one by one, and rounded otherwise."""
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -97,7 +101,8 @@ class ZeroOptimizer:
     """One rank of the sharded optimizer.
 
     Args:
-        named: the trainable parameters, each once. Their storage becomes DeepSpeed's flat buffer.
+        named: the trainable parameters, each once. Their storage becomes DeepSpeed's flat buffer, padded so that every shard
+            is whole `UNIT`s: an element's update then has the same bits on any number of ranks.
         stage, offload, dtype: see `route`.
         settings: AdamW and its schedule.
     """
@@ -112,7 +117,8 @@ class ZeroOptimizer:
     ):
         self.route, self.settings = route(stage, offload, dtype), settings
         os.environ.setdefault("LOCAL_RANK", "0")
-        if named[0][1].device.type == "cpu":
+        first = named[0][1]
+        if first.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also on a machine that has a GPU
         import deepspeed  # slow to import, and only ranks that step need it
 
@@ -121,7 +127,6 @@ class ZeroOptimizer:
         zero = {"stage": stage} | (
             {"offload_optimizer": {"device": "cpu"}} if offload else {"compute_grad_norm": False}
         )
-        adam = {"lr": settings.lr, "betas": list(settings.adam_betas), "weight_decay": settings.weight_decay}
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
@@ -129,18 +134,22 @@ class ZeroOptimizer:
             "bf16": {"enabled": dtype == "bfloat16"},
             "zero_force_ds_cpu_optimizer": False,
         }
+        padding = -sum(p.numel() for _, p in named) % (UNIT * dist.get_world_size())
         shadow = torch.nn.ParameterList(torch.nn.Parameter(p.data) for _, p in named)
+        shadow.append(torch.nn.Parameter(first.new_zeros(padding)))
         adam = torch.optim.AdamW(
             shadow, lr=settings.lr, betas=tuple(settings.adam_betas), weight_decay=settings.weight_decay, fused=True
         )
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=shadow, optimizer=adam, config=config)
-        for (_, p), twin in zip(named, shadow, strict=True):
+        twins = list(shadow)[: len(named)]
+        for (_, p), twin in zip(named, twins, strict=True):
             p.data = twin.data
-        names = {id(twin): place for twin, place in zip(shadow, named, strict=True)}
+        names = {id(twin): place for twin, place in zip(twins, named, strict=True)}
         offsets = self.optimizer.round_robin_bit16_offsets[0]
         places = [
             (*names[id(twin)], offset)
             for twin, offset in zip(self.optimizer.round_robin_bit16_groups[0], offsets, strict=True)
+            if id(twin) in names
         ]
         self.layout = Layout(tuple(places), self.optimizer.bit16_groups_flat[0].numel())
         self.shard_size = int(self.optimizer.partition_size[0])

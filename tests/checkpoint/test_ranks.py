@@ -130,12 +130,12 @@ def resharded(student, out, source, case, rank, world, port):
     else:
         load_rank(learner, source, saved_in(source))
     before = parameters(learner)
-    train(learner, rank, world, (2, 3))
+    train(learner, rank, world, range(2, 20))
     return before, parameters(learner), learner.optimizer.lr
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
-def test_a_checkpoint_of_some_ranks_resumes_on_others(student, tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 3)], ids=str)
+def test_a_checkpoint_of_some_ranks_resumes_on_others_to_the_bit(student, tmp_path, ranks):
     was, is_now = ranks
     out = str(tmp_path / "saved")
     straight = in_processes(resharded, student, out, None, (1, False, "float32", False), world=was)
@@ -144,8 +144,7 @@ def test_a_checkpoint_of_some_ranks_resumes_on_others(student, tmp_path, ranks):
     for before, after, lr in resumed:
         assert all(torch.equal(before[k], straight[0][0][k]) for k in before)
         assert lr == straight[0][2]
-        for name in after:
-            assert float((after[name] - straight[0][1][name]).abs().max()) <= 1e-6
+        assert all(torch.equal(after[k], straight[0][1][k]) for k in after)
     assert OPTIMIZER.num_warmup_steps == 2  # the schedule was on its way when it was saved
 
 

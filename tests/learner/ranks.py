@@ -13,9 +13,10 @@ import tempfile
 import torch
 from plain import batch, interleave, settings
 
+from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
+from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, free_port
 from skyrl_thundersync.stream.sources import Append, group_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)
@@ -48,6 +49,35 @@ def hashes(folder: str, objective: str, orders: int, rank: int, world: int, port
             digest.update(p.detach().numpy().tobytes())
         found.append(digest.hexdigest())
         learner.accumulator.detach()
+    return found
+
+
+SIZES = ((31, 17), (7,), (1,), (97,))
+"""Shapes of 632 parameters: of 1 to 8 equal shards only 1 and 4 would be whole vectors of 8, none of 16."""
+
+
+def long_runs(updates: int, rank: int, world: int, port: int) -> list[torch.Tensor]:
+    """Per route: all parameters, flat, after `updates` clipped updates of one optimizer on gradients summed exactly.
+
+    A few of an update's gradients belong to each rank, to some ranks none.
+    """
+    connect(rank, world, "127.0.0.1", port, "cpu")
+    found = []
+    for stage, offload, dtype in ((1, False, "float32"), (2, True, "bfloat16")):
+        rng = torch.Generator().manual_seed(0)
+        named = [(str(i), torch.nn.Parameter(torch.randn(n, generator=rng))) for i, n in enumerate(SIZES)]
+        for _, p in named:
+            p.data = p.data.to(getattr(torch, dtype))
+        optimizer = ZeroOptimizer(named, stage, offload, dtype, OPTIMIZER)
+        accumulator = Accumulator(optimizer.layout, exact=True)
+        for _ in range(updates):
+            for part in range(6):
+                gradients = [torch.randn(n, generator=rng).to(p.dtype) for n, (_, p) in zip(SIZES, named, strict=True)]
+                if part % world == rank:
+                    sum((p * g).sum() for (_, p), g in zip(named, gradients, strict=True)).backward()
+            assert optimizer.step(accumulator, 3.0)["clipped"]
+            accumulator.clear()
+        found.append(torch.cat([p.detach().float().flatten() for _, p in named]))
     return found
 
 

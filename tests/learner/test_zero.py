@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plain import plain_gradient, plain_model, settings
-from ranks import CASES, OPTIMIZER, STEPS, all_cases, hashes, in_processes, works_of
+from ranks import CASES, OPTIMIZER, STEPS, all_cases, hashes, in_processes, long_runs, works_of
 
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, route
@@ -95,6 +95,16 @@ def test_exact_accumulator_gives_the_same_bits_in_any_order_on_any_number_of_ran
         for ours in in_processes(hashes, folder_of("qwen3"), objective, 3, world=world):
             found |= set(ours)
     assert len(found) == 1
+
+
+@pytest.mark.timeout(600)
+def test_forty_updates_give_the_same_bits_on_one_to_eight_ranks():
+    """The step too: no element's update depends on where in a shard it lies, though the parameters fill no shard evenly."""
+    runs = {world: in_processes(long_runs, 40, world=world, timeout=500) for world in (1, 2, 3, 5, 8)}
+    for world, ranks in runs.items():
+        for ours in ranks:
+            for case, (a, b) in enumerate(zip(ours, runs[1][0], strict=True)):
+                assert int((a != b).sum()) == 0, f"{world} ranks, case {case}"
 
 
 def test_routes_are_a_closed_table():
