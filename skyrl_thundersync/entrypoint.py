@@ -17,7 +17,7 @@ from pathlib import Path
 
 from skyrl_thundersync import logs, timeline
 from skyrl_thundersync.display import Display
-from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, tell
+from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, own_error, tell
 from skyrl_thundersync.heartbeat import named
 from skyrl_thundersync.interrupts import KeptInterrupts
 from skyrl_thundersync.loggers import into_run_folder
@@ -85,7 +85,7 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
 
     folders: whose free space is said when a disk was full.
     """
-    cause = _own(error)
+    cause = own_error(error)
     lines = [f"{type(cause).__name__}: {cause}"]
     found = re.search(r"\(pid=(\d+)", str(error)) if cause is not error else None
     if found and (where := named(log_dir, int(found[1]))):
@@ -94,13 +94,6 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
         free = {folder: shutil.disk_usage(folder).free for folder in folders if Path(folder).is_dir()}
         lines.append(f"Free now: {', '.join(f'{size / 2**20:.0f} MiB in {folder}' for folder, size in free.items())}")
     return "\n".join(lines)
-
-
-def _own(error: BaseException) -> BaseException:
-    """What an actor raised, without Ray's wrapping; any other error as it is."""
-    from ray.exceptions import RayTaskError
-
-    return first_cause(error.cause) if isinstance(error, RayTaskError) else error
 
 
 def _train(cfg, run_dir: Path, display: Display) -> None:
@@ -203,7 +196,7 @@ def _saved_or_why(trainer) -> str:
     try:
         return _saved_last(trainer)
     except (CheckpointError, OSError) as error:  # a rank's OSError is both that and Ray's
-        return f"The last finished update could not be saved: {_own(error)}"
+        return f"The last finished update could not be saved: {own_error(error)}"
 
 
 if __name__ == "__main__":

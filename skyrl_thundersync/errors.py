@@ -27,6 +27,13 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+def own_error(error: BaseException) -> BaseException:
+    """What an actor raised, without Ray's wrapping and traceback; any other error as it is."""
+    from ray.exceptions import RayTaskError
+
+    return first_cause(error.cause) if isinstance(error, RayTaskError) else error
+
+
 def tell(error: ConfigError) -> int:
     """Print it for a person; returns the exit status."""
     from rich.console import Console

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from skyrl_thundersync import timeline
+from skyrl_thundersync.errors import own_error
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
 from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, TeacherSpec
 
@@ -143,28 +144,34 @@ class TeacherClient:
             ray.kill(replica)
 
     async def _with_retries(self, source: Source, trajectory: _Trajectory) -> TeacherScores:
+        what = f"scoring {len(trajectory.ids):,} tokens of {source.name} failed"
         for attempt in range(self._max_retries + 1):
             try:
                 return await self._once(source, trajectory)
             except (RayError, TimeoutError) as error:
                 if isinstance(error, ValueError):  # the teacher refuses these tokens, and will again
-                    raise TeacherError(f"the teacher cannot score {source.name}: {error}") from error
+                    raise TeacherError(f"{what}: {self._said(error)}") from error
                 if isinstance(error, ActorDiedError):
                     self._lose(trajectory.replica)
                 cause = error
             if len(self._lost) == len(self.replicas):
-                raise TeacherError(
-                    f"the teacher did not score {source.name}: its last replica, teacher-{trajectory.replica}, died: {cause}"
-                ) from cause
+                last = f"the last replica, teacher-{trajectory.replica}, died"
+                raise TeacherError(f"{what}, {last}: {self._said(cause)}") from cause
             self._counts.retries += 1
             if attempt < self._max_retries:
                 await asyncio.sleep(self._backoff_s * 2**attempt)
                 trajectory.replica = self._least_loaded(exclude=trajectory.replica)
                 trajectory.sent = 0
-        what = f"no answer within {self._timeout_s:g} s" if isinstance(cause, TimeoutError) else str(cause)
-        raise TeacherError(
-            f"the teacher did not score {source.name} in {self._max_retries + 1} tries; the last one: {what}"
-        ) from cause
+        tries = "1 try" if self._max_retries == 0 else f"{self._max_retries + 1} tries"
+        raise TeacherError(f"{what} in {tries}: {self._said(cause)}") from cause
+
+    def _said(self, error: Exception) -> str:
+        """What a try failed of, on one line where it is Ray's own: those go on with ids and addresses."""
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._timeout_s:g} s"
+        cause = own_error(error)
+        text = str(cause) if cause is not error else str(cause).partition("\n")[0]
+        return f"{type(cause).__name__}: {text}"
 
     async def _once(self, source: Source, trajectory: _Trajectory) -> TeacherScores:
         if trajectory.replica in self._lost:
