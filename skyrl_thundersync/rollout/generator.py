@@ -2,7 +2,7 @@
 
 What it adds: texts of tasks and tools never become control tokens (`plain_contents`), the environment knows whether the chat
 template opens a thought, a task's own `max_turns` holds where it is less than `generator.max_turns`, and what goes wrong in
-an environment has the environment's and the task's name (`guarded_env`).
+an environment has the environment's and the task's name (`guarded_env`). `turn_ends` adds what some chat templates need.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
-
 from skyrl_thundersync.rollout.guarded_env import ENV_ID, GUARD, Guard, register_guarded_env
 from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.rollout.plain_contents import PlainContents
 from skyrl_thundersync.rollout.terminal_text import opens_thought
+from skyrl_thundersync.rollout.turn_ends import TemplateTurns
 
 
 class RewardError(ValueError):
     """A trajectory's reward is no number to learn from; names environment and task."""
 
 
-class GuardedGenerator(SkyRLGymGenerator):
+class GuardedGenerator(TemplateTurns):
     """One reward a trajectory: the sum of its steps', as a float. Arguments as SkyRL's; crash_stops as `Guard`'s."""
 
     def __init__(self, *args, tokenizer, crash_stops: bool = True, **kwargs) -> None:
