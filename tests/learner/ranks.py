@@ -52,8 +52,10 @@ def hashes(folder: str, objective: str, orders: int, rank: int, world: int, port
     return found
 
 
-SIZES = ((31, 17), (7,), (1,), (97,))
-"""Shapes of 632 parameters: of 1 to 8 equal shards only 1 and 4 would be whole vectors of 8, none of 16."""
+SIZES, SEED = ((31, 17), (7,), (1,), (103,)), 1
+"""Shapes of 638 parameters: equal shards for 1, 2, 3, 5 or 8 ranks end within a vector. An element that is computed as what a
+vector leaves over comes out otherwise once in about a hundred within 40 updates; with this seed it does for each of 2, 3, 5 and
+8 ranks where AVX2 or wider vectors are used."""
 
 
 def long_runs(updates: int, rank: int, world: int, port: int) -> list[torch.Tensor]:
@@ -63,21 +65,19 @@ def long_runs(updates: int, rank: int, world: int, port: int) -> list[torch.Tens
     """
     connect(rank, world, "127.0.0.1", port, "cpu")
     found = []
-    for stage, offload, dtype in ((1, False, "float32"), (2, True, "bfloat16")):
-        rng = torch.Generator().manual_seed(0)
+    for stage, offload in ((1, False), (2, True)):
+        rng = torch.Generator().manual_seed(SEED)
         named = [(str(i), torch.nn.Parameter(torch.randn(n, generator=rng))) for i, n in enumerate(SIZES)]
-        for _, p in named:
-            p.data = p.data.to(getattr(torch, dtype))
-        optimizer = ZeroOptimizer(named, stage, offload, dtype, OPTIMIZER)
+        optimizer = ZeroOptimizer(named, stage, offload, "float32", OPTIMIZER)
         accumulator = Accumulator(optimizer.layout, exact=True)
         for _ in range(updates):
             for part in range(6):
-                gradients = [torch.randn(n, generator=rng).to(p.dtype) for n, (_, p) in zip(SIZES, named, strict=True)]
+                gradients = [torch.randn(n, generator=rng) for n in SIZES]
                 if part % world == rank:
                     sum((p * g).sum() for (_, p), g in zip(named, gradients, strict=True)).backward()
             assert optimizer.step(accumulator, 3.0)["clipped"]
             accumulator.clear()
-        found.append(torch.cat([p.detach().float().flatten() for _, p in named]))
+        found.append(torch.cat([p.detach().clone().flatten() for _, p in named]))
     return found
 
 
