@@ -30,42 +30,6 @@ POINTS = 4096
 """Moments at which a law is looked at; the best one's neighbourhood is then looked at once more, as finely."""
 
 
-def completion_times(release_s, service_s) -> np.ndarray:
-    """c_j = max(τ_j, c_{j-1}) + p_j with c_0 = 0, along the last axis (PAPER.md, "Scheduling").
-
-    Without a loop: c_j = S_j + max_{i≤j} (τ_i - S_{i-1}) with S the running sum of services, which is "Theory"'s closed form.
-
-    Args:
-        release_s: (..., n) seconds ≥ 0, τ in queue order; need not be sorted.
-        service_s: (..., n) seconds ≥ 0, p.
-
-    Returns:
-        (..., n) seconds, FP64.
-
-    Raises:
-        ValueError: negative, not finite, empty, or of different lengths.
-    """
-    tau, p = _numbers("release_s", release_s), _numbers("service_s", service_s)
-    if tau.ndim == 0 or p.ndim == 0 or tau.shape[-1] != p.shape[-1] or tau.shape[-1] == 0:
-        raise ValueError(f"release_s {tau.shape} and service_s {p.shape} must have the same, non-empty last axis")
-    total = np.cumsum(p, axis=-1)
-    return total + np.maximum.accumulate(tau - (total - p), axis=-1)
-
-
-def lane_tail(release_s, service_s, rollout_s) -> np.ndarray:
-    """λ = [c_n - R]_+ / R of one learner lane ("Theory"). Dimensionless; `rollout_s` is R > 0 in seconds."""
-    rollout = _numbers("rollout_s", rollout_s, above=0)
-    return np.maximum(completion_times(release_s, service_s)[..., -1] - rollout, 0.0) / rollout
-
-
-def step_s(rollout_s, service_s, suffix_s, tail=None) -> np.ndarray:
-    """T_k in seconds ("Theory"): R + L + P of batch-sync when `tail` is None, else R (1 + λ) + P with λ = `tail`."""
-    rollout, suffix = _numbers("rollout_s", rollout_s, above=0), _numbers("suffix_s", suffix_s)
-    if tail is None:
-        return rollout + _numbers("service_s", service_s) + suffix
-    return rollout * (1 + _numbers("tail", tail)) + suffix
-
-
 def speedup(rho, kappa, tail) -> np.ndarray:
     """T_sync / T = (1 + ρ + κ) / (1 + λ + κ) ("Theory")."""
     rho, kappa, tail = _numbers("rho", rho), _numbers("kappa", kappa), _numbers("tail", tail)
@@ -170,12 +134,6 @@ def tail_bounds(rho, lag_d) -> tuple[np.ndarray, np.ndarray]:
     return floor, floor + rho * lag_d
 
 
-def tail_difference_bound(law: Law, other: Law, rho) -> np.ndarray:
-    """|λ(F, ρ) - λ(G, ρ)| ≤ ρ sup_u |F(u) - G(u)| ("Theory", finite batches)."""
-    kinks = np.union1d(_kinks(law), _kinks(other))
-    return _numbers("rho", rho) * _sup(lambda u: np.abs(law(u) - other(u)), lambda u, f: f, kinks)
-
-
 def waves_speedup(waves, rho_w, kappa_w, tail_w) -> np.ndarray:
     """S(w) = (w (1+ρ_w) + κ_w) / (w max(1, ρ_w) + κ_w - [ρ_w-1]_+ + λ_w), → 2 when balanced ("Theory", waves).
 
@@ -200,13 +158,10 @@ def measured_error(predicted, measured) -> np.ndarray:
     return 100 * (o - _numbers("measured", measured)) / o
 
 
-def _kinks(law: Law) -> np.ndarray:
-    return law.kinks if isinstance(law, MeasuredLaw) else np.empty(0)
-
-
-def _sup(law: Law, value: Callable[[np.ndarray, np.ndarray], np.ndarray], kinks: np.ndarray | None = None) -> float:
+def _sup(law: Law, value: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
     """sup over [0, 1]: a grid and the law's own jumps, then a grid around the best moment."""
-    u = np.union1d(np.linspace(0.0, 1.0, POINTS + 1), _kinks(law) if kinks is None else kinks)
+    kinks = law.kinks if isinstance(law, MeasuredLaw) else np.empty(0)
+    u = np.union1d(np.linspace(0.0, 1.0, POINTS + 1), kinks)
     values = value(u, law(u))
     best = int(np.argmax(values))
     near = np.linspace(u[max(best - 1, 0)], u[min(best + 1, len(u) - 1)], POINTS + 1)
