@@ -194,19 +194,22 @@ def _print_verify(result: dict) -> None:
     console = Console(soft_wrap=True, highlight=False)
     kind = f"{result['objective']}{', LoRA' if result['lora'] else ''}, {result['ranks']} learner ranks"
     console.print(f"{escape(result['run'])}: {kind}, work in the order in which it became ready")
-    table = Table("batch", "N_k", "|g|", "FP64", "FP32", "rounding", "Δ sync", "Δ AdamW", box=None, pad_edge=False)
+    columns = ("batch", "N_k", "|g|", "FP64", "FP32", "rounding", "Δ sync", "Δ AdamW", "Δ rounding")
+    table = Table(*columns, box=None, pad_edge=False)
     for index, row in enumerate(result["batches"]):
-        delta = [f"{d:.0e}" for d in result["delta"][index]] if index < len(result["delta"]) else ["-", "-"]
-        cells = ["-"] * 4
+        norm, errors, delta = "-", ["-"] * 3, ["-"] * 3
+        if index < len(result["delta"]):
+            norm = f"{row['replayed_norm']:.4g}"
+            delta = [f"{d:.0e}" for d in (*result["delta"][index], row["delta_limit"])]
         if "float32" in row:
             exact, single = row["float64"], row["float32"]
-            cells = [f"{exact['norm_textbook']:.4g}"]
-            cells += [f"{value:.1e}" for value in (exact["error"], single["error"], single["rounding"])]
-        table.add_row(str(row["version"]), str(row["n_scored"]), *cells, *delta)
+            errors = [f"{value:.1e}" for value in (exact["error"], single["error"], single["rounding"])]
+        table.add_row(str(row["version"]), str(row["n_scored"]), norm, *errors, *delta)
     console.print(table)
     console.print(
-        "[dim]FP64, FP32: relative error of the streamed gradient to the textbook's. rounding: of the FP32 textbook to its "
-        "FP64 self.\nΔ: parameters after replayed updates, streamed against sync and against torch AdamW.[/]"
+        "[dim]|g|: norm of the replayed update's gradient, normalised, before clipping. FP64, FP32: relative error of the "
+        "streamed gradient to the textbook's. rounding: of the FP32 textbook to its FP64 self.\n"
+        "Δ: parameters after replayed updates, streamed against sync and AdamW in FP64; what rounding can do to them.[/]"
     )
     rows = [row["float32"] for row in result["batches"] if "float32" in row]
     if rows:

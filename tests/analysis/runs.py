@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 
 from skyrl_thundersync.analysis.record import Batch, Recorder
 from skyrl_thundersync.analysis.reference import Objective, weights
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work, group_of
-from tests.learner.plain import interleave, plain_gradient, save_model, trajectory
+from tests.learner.plain import interleave, plain_gradient, plain_model, save_model, trajectory
 
 
 def works(seed: int, version: int, objective: str) -> list[Work]:
@@ -41,10 +42,16 @@ def batch(seed: int, version: int = 0, objective: str = "opd", ranks: int = 1) -
 
 
 def write_run(
-    folder: Path, objective: str = "opd", lora: int = 0, ranks: int = 1, updates: int = 2, gap_tolerance: float = 1e9
+    folder: Path,
+    objective: str = "opd",
+    lora: int = 0,
+    ranks: int = 1,
+    updates: int = 2,
+    gap_tolerance: float = 1e9,
+    family="qwen3",
 ) -> Path:
     """A run folder: configuration, metrics and record. The sampler's log-probs are random, so gaps are large."""
-    model = save_model(folder.parent / f"{folder.name}-model", "qwen3")
+    model = save_model(folder.parent / f"{folder.name}-model", family)
     optimizer = {"lr": 1e-3, "adam_betas": [0.9, 0.999], "weight_decay": 0.0, "max_grad_norm": 1.0}
     optimizer |= {"num_warmup_steps": 0, "scheduler": "constant_with_warmup"}
     adapter = {"rank": lora, "alpha": 2 * lora, "target_modules": "all-linear"}
@@ -66,28 +73,44 @@ def write_run(
     }
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    recorder, rows = Recorder(folder / "record"), []
+    rows = []
     for version in range(updates):
         made = batch(version, version, objective, ranks)
-        record = recorder.begin(version, made.groups)
-        for rank, work in zip(made.ranks, made.work, strict=True):
-            record(rank, work)
-        recorder.end()
+        write_batch(folder, made)
         rows.append({"thundersync/policy_version": version, "thundersync/n_scored": made.n_scored})
-    if not lora:
-        rows[0]["policy/grad_norm"] = norm_of(model, batch(0, 0, objective, ranks), objective)
+    rows[0]["policy/grad_norm"] = norm_of(student(model, lora), batch(0, 0, objective, ranks), objective)
     write_metrics(folder, rows)
     return folder
 
 
-def norm_of(model: str, made: Batch, objective: str) -> float:
-    """The batch's gradient norm, one whole context at a time (tests/learner/plain.py)."""
+def write_batch(folder: Path, made: Batch) -> None:
+    """Record a batch in a run folder, in place of the one of its version."""
+    recorder = Recorder(folder / "record")
+    record = recorder.begin(made.version, made.groups)
+    for rank, work in zip(made.ranks, made.work, strict=True):
+        record(rank, work)
+    recorder.end()
+
+
+def student(folder: str, lora: int) -> torch.nn.Module:
+    """θ_0 in FP32; with `lora` under a PEFT adapter of that rank, seeded as a run's is."""
+    model = plain_model(folder, torch.float32)
+    if not lora:
+        return model
+    torch.manual_seed(0)
+    return get_peft_model(
+        model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def norm_of(model: torch.nn.Module, made: Batch, objective: str) -> float:
+    """The gradient norm of a batch over what is trained, one whole context at a time (tests/learner/plain.py)."""
     factor = weights(made, Objective(objective))
 
     def weight_of(work, logp_T):
         return torch.full_like(logp_T, factor[work.source.trajectory])
 
-    found, n = plain_gradient(model, made.work, torch.float32, weight_of if factor else None)
+    found, n = plain_gradient("", made.work, torch.float32, weight_of if factor else None, model=model)
     norm = sum(float(g.square().sum()) for g in found.values()) ** 0.5
     return norm / n if objective == "opd" else norm
 
