@@ -53,9 +53,9 @@ def hashes(folder: str, objective: str, orders: int, rank: int, world: int, port
 
 
 SIZES, SEED = ((31, 17), (7,), (1,), (103,)), 1
-"""Shapes of 638 parameters: equal shards for 1, 2, 3, 5 or 8 ranks end within a vector. An element that is computed as what a
-vector leaves over comes out otherwise once in about a hundred within 40 updates; with this seed it does for each of 2, 3, 5 and
-8 ranks where AVX2 or wider vectors are used."""
+"""Shapes of 638 parameters: equal shards for 1, 2, 3, 5 or 8 ranks end within a vector. An element that is computed as what
+a vector leaves over comes out otherwise once in about a hundred within 40 updates; with this seed one does for each of 2, 3,
+5 and 8 ranks where vectors are AVX2's or wider."""
 
 
 def long_runs(updates: int, rank: int, world: int, port: int) -> list[torch.Tensor]:
