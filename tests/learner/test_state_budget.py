@@ -106,7 +106,7 @@ def tensor_bytes(forest) -> int:
         tips = [tip for t in group.open.values() for tip in (t.leaf, *(b.tip for b in t.finished)) if tip]
         segments = {s for tip in tips for s in tip.path() if s.run} | set(group.nodes)
         parts = [part for s in segments for a in (s.chunk.adjoint, s.adjoint) for part in (a.state, a.sums)]
-        parts += [part for _, *two in (group.statistics._prompt if group.statistics else ()) for part in two]
+        parts += [part for two in (group.statistics._prompt.values() if group.statistics else ()) for part in two]
         tensors |= {id(t): t.nbytes for part in parts for pair in part for t in pair if t is not None}
     return sum(tensors.values())
 
