@@ -15,7 +15,7 @@ $(STAMP): requirements/$(LOCK).txt setup.cfg pyproject.toml scripts/setup_env.sh
 
 quickstart: env
 	@scripts/system_deps.sh
-	$(VENV)/bin/skyrl train +plugin=thundersync +config=opd/quickstart
+	$(VENV)/bin/skyrl train +plugin=thundersync +config=opd/quickstart thundersync.replace_run=true
 
 test: env
 	$(VENV)/bin/python -m pytest tests -q

@@ -188,7 +188,11 @@ class Chain:
         """Overrides, and what exhausts a resource of the process with the id that it is given."""
         folder, files = self.folder / cell.name, self.folder / "quickstart"
         resumed = ["trainer.resume_mode=from_path", f"trainer.resume_path={self.checkpoints}/global_step_{self.step}"]
-        alone = ["trainer.resume_mode=none", f"trainer.ckpt_path={folder / 'checkpoints'}"]
+        alone = [
+            "trainer.resume_mode=none",
+            "thundersync.replace_run=true",
+            f"trainer.ckpt_path={folder / 'checkpoints'}",
+        ]
         if cell.special == "apart":
             return [*resumed, f"trainer.ckpt_path={folder / 'run' / 'checkpoints'}"], None
         if cell.special == "checkpoint disk":

@@ -168,9 +168,10 @@ def command(
     """
     cases = swept(sweep)
     chosen = [argument for argument in arguments or [] if argument != "+plugin=thundersync"]
-    _refuse_what_cannot_run([chosen + overrides for _, overrides in cases])
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        free = f"thundersync.run_dir={temporary}/free"
+        _refuse_what_cannot_run([[*chosen, *overrides, free] for _, overrides in cases])
         folder = Path(out or temporary).absolute()
         for index, (value, overrides) in enumerate(cases):
             rows += compare(chosen + overrides, folder / (value and f"sweep-{index}" or ""), updates, rounds, value)

@@ -145,6 +145,9 @@ class ThunderSyncConfig(BaseConfig):
     """"cpu", "cuda", or "auto": CUDA where torch sees a device."""
     run_dir: Optional[str] = None
     """Folder for the resolved config, metrics.jsonl, logs and published weights. Default: runs/<trainer.run_name>."""
+    replace_run: bool = False
+    """Remove what an earlier run wrote into the run folder, checkpoints and exported models included, where this one starts
+    from the beginning (`trainer.resume_mode=none`), which is refused otherwise. Files of any other kind stay."""
     record: bool = False
     """Keep every logical batch (ids, masks, scores, rewards, arrival order) under `run_dir/record` for exact replay."""
     hang_timeout_s: float = 120.0

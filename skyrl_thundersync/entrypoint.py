@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from skyrl_thundersync import logs, timeline
+from skyrl_thundersync import logs, run_folder, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, own_error, tell
 from skyrl_thundersync.heartbeat import named
@@ -50,9 +50,17 @@ def train(cfg) -> int:
     one saved.
     """
     raise_own_limits()
-    run_dir = Path(cfg.thundersync.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    display = Display(sys.__stdout__.fileno())
+    try:
+        with run_folder.owned(cfg) as remarks:
+            return _run(cfg, remarks)
+    except ConfigError as error:  # another run holds the folder, or has used it since it was checked
+        return tell(error)
+
+
+def _run(cfg, remarks: list[str]) -> int:
+    run_dir, display = Path(cfg.thundersync.run_dir), Display(sys.__stdout__.fileno())
+    for remark in remarks:
+        display.say(remark)
     driver_log = run_dir / "logs" / "driver.log"
     logs.redirect(driver_log, heartbeat=False)
     try:
@@ -113,7 +121,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     display.say(f"[dim]outcomes: {Outcomes(ts.outcomes)}[/dim]")
-    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    metrics = MetricsFile(run_dir / run_folder.METRICS)
     timeline.open_log(run_dir)
     with (
         KeptInterrupts() as interrupts,

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_thundersync import inputs, machine_limits, split, validate
+from skyrl_thundersync import inputs, machine_limits, run_folder, split, validate
 from skyrl_thundersync.checks import Check, require
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.host_defaults import uses_cuda
@@ -118,6 +118,10 @@ def resume(cfg: TrainConfig) -> Iterator[Check]:
     yield Check("checkpoint to resume from", tuple(resume_problems(cfg)), cfg.trainer.resume_mode or "none")
 
 
+def one_run(cfg: TrainConfig) -> Iterator[Check]:
+    yield Check("run folder is free", tuple(run_folder.problems(cfg)), cfg.thundersync.run_dir)
+
+
 def disk(cfg: TrainConfig) -> Iterator[Check]:
     """Room for one checkpoint (weights, FP32 masters and moments: 7 times BF16 weights) and two published versions."""
     folder = Path(cfg.thundersync.run_dir)
@@ -210,5 +214,5 @@ def _models_there(cfg: TrainConfig) -> bool:
 
 Checks = Callable[["TrainConfig"], Iterator[Check]]
 
-LIGHT: tuple[Checks, ...] = (machine, options, folders, loggers, models, tasks, resume, disk, memory)
+LIGHT: tuple[Checks, ...] = (machine, options, folders, one_run, loggers, models, tasks, resume, disk, memory)
 HEAVY: tuple[Checks, ...] = (host_agrees, tokenizers, devices)

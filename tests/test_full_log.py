@@ -17,7 +17,10 @@ entrypoint._train = fail
 folder = Path(sys.argv[1])
 (folder / "logs").mkdir()
 (folder / "logs" / "driver.log").symlink_to("/dev/full")
-cfg = SimpleNamespace(thundersync=SimpleNamespace(run_dir=str(folder)), trainer=SimpleNamespace(ckpt_path=str(folder)))
+cfg = SimpleNamespace(
+    thundersync=SimpleNamespace(run_dir=str(folder), replace_run=False),
+    trainer=SimpleNamespace(ckpt_path=str(folder), export_path=str(folder), resume_mode="none"),
+)
 raise SystemExit(entrypoint.train(cfg))
 """
 

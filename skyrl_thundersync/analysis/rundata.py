@@ -79,8 +79,16 @@ class RunData:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Every row of a run folder's metrics.jsonl, in order; an update's has `timing/update`. Raises FileNotFoundError."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rows of a run folder's metrics.jsonl by step; an update's has `timing/update`, one of an evaluation alone has not.
+
+    Of two rows of one step and kind the later one counts. A last line that a crash cut is left out. Raises FileNotFoundError.
+    """
+    rows = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith(("\n", "}")):
+            row = json.loads(line)
+            rows[int(row["step"]), "timing/update" in row] = row
+    return [rows[key] for key in sorted(rows)]
 
 
 def read_run(folder: Path, warmup: int) -> RunData:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version as package_version
@@ -27,19 +28,35 @@ MARGIN = 64 * 2**20
 """Bytes to leave free beside a checkpoint, for a run that goes on."""
 
 
+LEFTOVERS = (f".{PREFIX}*.part", f".{PREFIX}*.old")
+"""What a crash, or a replacement, left."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or resumed from. The message says which, why, and what to do."""
 
 
+class ForeignError(CheckpointError):
+    """It was not written by this plugin."""
+
+
 def step_of(path: Path) -> int | None:
-    """k of a folder named global_step_k."""
-    digits = path.name.removeprefix(PREFIX)
-    return int(digits) if path.name.startswith(PREFIX) and digits.isdigit() else None
+    """k of a folder named global_step_k, or the like while it is replaced."""
+    found = re.fullmatch(rf"{PREFIX}(\d+)|\.{PREFIX}(\d+)\.old", path.name)
+    return int(found[1] or found[2]) if found else None
+
+
+def at(folder: Path, step: int) -> Path:
+    """Where the checkpoint of update `step` is; still under its other name where a crash cut its replacement in two."""
+    path = folder / f"{PREFIX}{step}"
+    old = _replaced(path)
+    return old if old.is_dir() and not path.exists() else path
 
 
 def steps(folder: Path) -> list[int]:
     """The updates that `folder` has a checkpoint of, whole or not, ascending."""
-    return sorted(k for path in folder.glob(f"{PREFIX}*") if (k := step_of(path)) is not None)
+    paths = [*folder.glob(f"{PREFIX}*"), *folder.glob(f".{PREFIX}*.old")]
+    return sorted({k for path in paths if (k := step_of(path)) is not None})
 
 
 def save(
@@ -99,7 +116,7 @@ def save(
         shutil.rmtree(part, ignore_errors=True)
         raise
     if target.exists():  # of a run that was resumed from an earlier one and came by again
-        target.rename(folder / f".{target.name}.old")
+        target.rename(_replaced(target))
     part.rename(target)
     flush(folder)
     replace_text(folder / POINTER, str(step))
@@ -114,6 +131,7 @@ def choose(folder: Path, mode: str | None, resume_path: str | None) -> Path | No
     """The checkpoint that SkyRL's `resume_mode` and `resume_path` mean; None to start from the beginning.
 
     "latest" follows the pointer. Where a crash came before the first one was written, it is the newest whole checkpoint.
+    Changes nothing: another run may be at work there.
 
     Raises CheckpointError for a path that cannot be a checkpoint.
     """
@@ -125,16 +143,42 @@ def choose(folder: Path, mode: str | None, resume_path: str | None) -> Path | No
         path = Path(resume_path).expanduser().absolute()
         if step_of(path) is None:
             raise CheckpointError(f"trainer.resume_path={resume_path!r}: a checkpoint's folder is named {PREFIX}k")
-        _restore_replaced(path.parent)
-        return path
-    _restore_replaced(folder)
+        return at(path.parent, step_of(path))
     pointer = folder / POINTER
     if not pointer.is_file():
         return _whole_before(folder, None)
     text = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not text.isdigit():
         raise CheckpointError(f"{pointer} holds {text!r}, no update's number. {_offer(folder, None)}")
-    return folder / f"{PREFIX}{text}"
+    return at(folder, int(text))
+
+
+def resume_point(folder: Path, mode: str | None, resume_path: str | None) -> tuple[int, int]:
+    """The update that a run goes on after, and its policy version; zeros from the beginning. Raises CheckpointError."""
+    path = choose(folder, mode, resume_path)
+    if path is None:
+        return 0, 0
+    manifest = read(path, hashes=False)
+    return manifest["global_step"], manifest["policy_version"]
+
+
+def own(path: Path) -> bool:
+    """Whether a folder is a checkpoint of this plugin's, whole or not."""
+    try:
+        _manifest(path)
+    except CheckpointError as error:
+        return not isinstance(error, ForeignError)
+    return True
+
+
+def remove_all(folder: Path) -> int:
+    """Delete every checkpoint of this plugin's in a folder, the pointer first; how many things went."""
+    leftovers = [path for pattern in LEFTOVERS for path in folder.glob(pattern)]
+    gone = [path for k in steps(folder) if (path := folder / f"{PREFIX}{k}").is_dir() and own(path)]
+    pointer = folder / POINTER
+    for path in (*gone, *leftovers) if not pointer.is_file() else (pointer, *gone, *leftovers):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return len(gone) + len(leftovers)
 
 
 def read(path: Path, hashes: bool) -> dict[str, Any]:
@@ -224,16 +268,15 @@ def _manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         if (path / "trainer_state.pt").is_file():
-            raise CheckpointError(
-                f"checkpoint {path} was written by SkyRL's own trainer, whose shards this one has not"
-            )
-        raise CheckpointError(f"checkpoint {path} is torn: it has no {MANIFEST}")
+            raise ForeignError(f"checkpoint {path} was written by SkyRL's own trainer, whose shards this one has not")
+        kind = CheckpointError if (path / "optimizer").is_dir() or (path / "student").is_dir() else ForeignError
+        raise kind(f"checkpoint {path} is torn: it has no {MANIFEST}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path} is torn: {MANIFEST} is not whole ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {path} is foreign: {MANIFEST} is not of format {FORMAT!r}")
+        raise ForeignError(f"checkpoint {path} is foreign: {MANIFEST} is not of format {FORMAT!r}")
     if manifest["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format {manifest['format_version']}, written by skyrl_thundersync "
@@ -247,7 +290,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _whole_before(folder: Path, step: int | None) -> Path | None:
     """The newest checkpoint in `folder` of an update before `step` (None: of any) whose every byte is right."""
     for k in reversed(steps(folder)):
-        path = folder / f"{PREFIX}{k}"
+        path = at(folder, k)
         if step is None or k < step:
             try:
                 _read(path, hashes=True)
@@ -298,6 +341,11 @@ def _drop(path: Path) -> None:
     shutil.rmtree(gone)
 
 
+def _replaced(path: Path) -> Path:
+    """Where a checkpoint is while the new one of the same update takes its name."""
+    return path.with_name(f".{path.name}.old")
+
+
 def _restore_replaced(folder: Path) -> None:
     """Undo a replacement that a crash cut in two: the old checkpoint is back under its name."""
     for old in folder.glob(f".{PREFIX}*.old"):
@@ -309,6 +357,6 @@ def _restore_replaced(folder: Path) -> None:
 def _tidy(folder: Path) -> None:
     """Take away what an earlier crash, or a replacement, left."""
     _restore_replaced(folder)
-    for pattern in (f".{PREFIX}*.part", f".{PREFIX}*.old"):
+    for pattern in LEFTOVERS:
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)

@@ -116,4 +116,6 @@ def norm_of(model: torch.nn.Module, made: Batch, objective: str) -> float:
 
 
 def write_metrics(folder: Path, rows: list[dict]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1)), encoding="utf-8"
+    )

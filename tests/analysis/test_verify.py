@@ -120,7 +120,12 @@ def test_what_was_sampled_by_other_weights_is_found_by_its_log_probs(tmp_path):
 
 def test_a_run_that_divided_by_another_number_than_its_record_holds_is_found(tmp_path):
     run = write_run(tmp_path / "run", updates=1)
-    row = {"thundersync/policy_version": 0, "thundersync/n_scored": batch(0).n_scored - 1, "policy/grad_norm": 1.0}
+    row = {
+        "step": 1,
+        "thundersync/policy_version": 0,
+        "thundersync/n_scored": batch(0).n_scored - 1,
+        "policy/grad_norm": 1.0,
+    }
     (run / "metrics.jsonl").write_text(json.dumps(row))
     kinds = [finding["kind"] for finding in report(run)["findings"]]
     assert kinds[0] == "wrong-n"
