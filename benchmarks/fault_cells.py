@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from benchmarks.fault_phases import AT_WORK, DRIVER, ROLLOUT, TEACHER
+from skyrl_thundersync.interrupts import PREEMPTING
 
 LEARNER = "learner-1"
 
@@ -57,6 +58,14 @@ def cells() -> list[Cell]:
         *_cut(),
         *(_whole("Ctrl-C", signal.SIGINT, 130, phase, "Stopped") for phase in AT_WORK),
         *(_whole("SIGTERM", signal.SIGTERM, 143, phase, "Stopped by SIGTERM") for phase in AT_WORK),
+        *(
+            replace(
+                _whole(f"{number.name} to the process group", number, 128 + number, phase, f"Stopped by {number.name}"),
+                special="group",
+            )
+            for number in PREEMPTING
+            for phase in ("rollout", "finish", "checkpoint", "start-up")
+        ),
         *(_whole("kill -9 of the run", signal.SIGKILL, -9, phase, "") for phase in AT_WORK),
         *_full(),
         *_limited(),
@@ -66,7 +75,7 @@ def cells() -> list[Cell]:
 
 def _whole(fault: str, number: int, status: int, phase: str, says: str) -> Cell:
     """A signal to the run itself, while one of its processes is at the phase."""
-    late = phase == "checkpoint" and number == signal.SIGTERM
+    late = phase == "checkpoint" and number in PREEMPTING
     return Cell(
         fault,
         phase,

@@ -232,8 +232,8 @@ class Chain:
             exhaust(pid)
         elif cell.event == "sockets":
             shut_connections(pid)
-        elif cell.victim == DRIVER and cell.event == signal.SIGINT:
-            run.interrupt()
+        elif cell.victim == DRIVER and (cell.special == "group" or cell.event == signal.SIGINT):
+            run.interrupt(cell.event)
         elif cell.victim == DRIVER:
             os.kill(run.process.pid, cell.event)
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +35,6 @@ def main(
     listing: Annotated[bool, typer.Option("--list", help="Only list the cells.")] = False,
 ) -> None:
     """Run cells one after another; print the table. Exits 1 when one failed."""
-    # A shell that starts this in the background leaves SIGINT ignored, and so it would be in the runs.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     named = {f"{cell.fault}, {cell.phase}": cell for cell in cells()}
     chosen = list(dict.fromkeys(named[name] for pattern in only or [""] for name in named if re.search(pattern, name)))
     if listing:

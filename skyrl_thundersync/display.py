@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 
 from rich.console import Console
@@ -24,11 +26,26 @@ COLUMNS = (
 )
 
 
+class Screen(io.FileIO):
+    """A descriptor of a terminal or pipe; once that is gone (hung up, or its reader ended), the process's stdout instead.
+
+    The run goes on, or ends in order, with nobody there to read.
+    """
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            return os.write(1, data)
+
+
 class Display:
     """Progress on `stream_fd`, the terminal's own descriptor: the process's stdout goes to a log file meanwhile."""
 
     def __init__(self, stream_fd: int) -> None:
-        self._console = Console(file=os.fdopen(os.dup(stream_fd), "w", buffering=1), highlight=False, soft_wrap=True)
+        self._console = Console(file=_text(Screen(os.dup(stream_fd), "w")), highlight=False, soft_wrap=True)
         self._printed_header = False
 
     def say(self, text: str) -> None:
@@ -68,6 +85,10 @@ class Display:
 
     def error(self, text: str) -> None:
         self._console.print(text, style="red", markup=False)
+
+
+def _text(raw: io.FileIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
 
 
 def _row(cells: list[str]) -> str:

@@ -19,16 +19,12 @@ from skyrl_thundersync import logs, run_folder, timeline
 from skyrl_thundersync.display import Display
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, own_error, tell
 from skyrl_thundersync.heartbeat import named
-from skyrl_thundersync.interrupts import KeptInterrupts
+from skyrl_thundersync.interrupts import KeptInterrupts, Preempted
 from skyrl_thundersync.loggers import into_run_folder
 from skyrl_thundersync.machine_limits import raise_own_limits
 from skyrl_thundersync.validate import checked_config
 
-INTERRUPTED, PREEMPTED = 130, 128 + signal.SIGTERM
-
-
-class Preempted(BaseException):
-    """SIGTERM ended the run; the message says what was saved. Not an error: nothing on the way out handles it."""
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
@@ -46,8 +42,8 @@ def main() -> None:
 def train(cfg) -> int:
     """Run the whole job; returns the exit status. Nothing is left running afterwards.
 
-    130 on Ctrl-C. 143 on SIGTERM: the update that runs is dropped and, where checkpoints are kept at all, the last finished
-    one saved.
+    130 on Ctrl-C. 128 + n on signal n of `interrupts.PREEMPTING` (SIGTERM: 143): the update that runs is dropped and, where
+    checkpoints are kept at all, the last finished one saved.
     """
     raise_own_limits()
     try:
@@ -68,8 +64,8 @@ def _run(cfg, remarks: list[str]) -> int:
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
         cause, whole = first_cause(error), _logged(error, driver_log)
         if isinstance(cause, Preempted):
-            display.error(f"Stopped by SIGTERM. {cause}. Log: {driver_log}")
-            return PREEMPTED
+            display.error(f"Stopped by {signal.Signals(cause.number).name}. {cause}. Log: {driver_log}")
+            return cause.status
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
             display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
             return INTERRUPTED
@@ -132,8 +128,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         display.say(
             f"[dim]agents' commands run in {pool.backend} (thundersync.sandbox.backend={ts.sandbox.backend})[/dim]"
         )
-        # A scheduler's SIGTERM ends the run. Set after Ray, which sets a handler of its own.
-        signal.signal(signal.SIGTERM, _preempt)
+        interrupts.again()  # Ray set a handler of its own
         terminal_env.configure(pool, ts.sandbox)
         terminal_env.register_terminal_env()
         experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
@@ -144,7 +139,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         try:
             at("training")
             interrupts.end()
-            asyncio.run(_until_preempted(trainer))
+            asyncio.run(_until_preempted(trainer, interrupts))
         except NothingLeftError as done:
             display.say(f"nothing left to train: {done}")
             return
@@ -160,22 +155,18 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
     display.summary("done", rows)
 
 
-def _preempt(*_) -> None:
-    """Before training: there is nothing to save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers repeat themselves; the way out is taken once
-    raise Preempted("No update was running")
-
-
-async def _until_preempted(trainer) -> None:
-    """SkyRL's loop. SIGTERM cancels it where it waits: a step or a checkpoint that is being written ends first."""
+async def _until_preempted(trainer, interrupts: KeptInterrupts) -> None:
+    """SkyRL's loop. A scheduler's signal cancels it where it waits: a step, or a checkpoint being written, ends first."""
     loop, task, told = asyncio.get_running_loop(), asyncio.current_task(), []
 
-    def preempt() -> None:
+    def preempt(number: int) -> None:
         if not told:
-            told.append(True)
+            told.append(number)
+            interrupts.told = number
             task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, preempt)
+    for number in interrupts.heard:
+        loop.add_signal_handler(number, preempt, number)
     try:
         await trainer.train()
     except MachineFullError as error:
@@ -183,10 +174,11 @@ async def _until_preempted(trainer) -> None:
     except (asyncio.CancelledError, Exception) as error:
         if not told:
             raise  # Ctrl-C, or what went wrong
-        raise Preempted(f"The running update was dropped. {_saved_last(trainer)}") from error
+        raise Preempted(told[0], f"The running update was dropped. {_saved_last(trainer)}") from error
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if told else _preempt)
+        for number in interrupts.heard:
+            loop.remove_signal_handler(number)
+        interrupts.again()
 
 
 def _saved_last(trainer) -> str:

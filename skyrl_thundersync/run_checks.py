@@ -113,7 +113,7 @@ def sandbox(cfg: TrainConfig, surveys: list[Survey]) -> Iterator[Check]:
 
 
 def resume(cfg: TrainConfig) -> Iterator[Check]:
-    from skyrl_thundersync.hosts.checkpoint import resume_problems
+    from skyrl_thundersync.hosts.same_run import resume_problems
 
     yield Check("checkpoint to resume from", tuple(resume_problems(cfg)), cfg.trainer.resume_mode or "none")
 

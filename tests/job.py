@@ -74,9 +74,9 @@ class Job:
             assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output()[-2000:]}"
             time.sleep(0.1)
 
-    def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it: to the whole process group."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Ctrl-C as a terminal sends it, or another signal: to the whole process group."""
+        os.killpg(self.process.pid, number)
 
     def left(self, moment_s: float = 15.0) -> set[str]:
         """What it left, after a moment to reap: living processes, and new shared-memory files that nobody else uses."""
@@ -92,6 +92,12 @@ class Job:
     def updates(self) -> list[dict]:
         rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         return [row for row in rows if "timing/update" in row]
+
+
+def hear_all() -> None:
+    """In a child: no signal is ignored, as in a terminal's foreground. A script's background jobs ignore SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def start(folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str] = ()) -> Job:
@@ -118,6 +124,11 @@ def start(folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str]
     ]
     with screen.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, MARK: mark}
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, MARK: mark},
+            preexec_fn=hear_all,
         )
     return Job(process, run_dir, screen, before, mark)

@@ -15,12 +15,9 @@ import shutil
 from collections.abc import Callable
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_thundersync.durable import NotWrittenError, flush, replace_text, seal_claimed, sha256, sha256_all
-
-if TYPE_CHECKING:
-    from skyrl_thundersync.config import TrainConfig
+from skyrl_thundersync.durable import NotWrittenError, flush, replace_text, seal_claimed, sha256_all
 
 FORMAT, FORMAT_VERSION = "skyrl_thundersync checkpoint", 1
 PREFIX, POINTER, MANIFEST = "global_step_", "latest_ckpt_global_step.txt", "manifest.json"
@@ -195,52 +192,6 @@ def read(path: Path, hashes: bool) -> dict[str, Any]:
         raise CheckpointError(f"{error}. {_offer(path.parent, step_of(path))}") from None
 
 
-def check_run(path: Path, manifest: dict[str, Any], now: dict[str, Any]) -> None:
-    """Whether a run can go on from a checkpoint: `now` holds its facts (`run_facts`, or a rank's own description).
-
-    Raises CheckpointError naming every difference.
-    """
-    different = []
-    for name, value in now.items():
-        saved = manifest["run"].get(name)
-        if name == "parameters":
-            different += _shape_differences(saved, value)
-        elif saved != value:
-            different.append(f"{name} was {_short(saved)} and is {_short(value)}")
-    if different:
-        raise CheckpointError(
-            f"checkpoint {path} is of another run: {'; '.join(different)}. Resume it with the options it was trained with, "
-            f"or start a new run from its weights: trainer.resume_mode=none and trainer.policy.model.path={path}/student"
-        )
-
-
-def run_facts(cfg: TrainConfig) -> dict[str, Any]:
-    """Options that a resumed run must share: without them the data order, the objective or the adapter would change."""
-    lora = cfg.trainer.policy.model.lora
-    targets = lora.target_modules
-    return {
-        "thundersync.objective": cfg.thundersync.objective,
-        "trainer.seed": cfg.trainer.seed,
-        "trainer.train_batch_size": cfg.trainer.train_batch_size,
-        "trainer.max_prompt_length": cfg.trainer.max_prompt_length,
-        "trainer.policy.model.lora": [lora.rank, lora.alpha, targets if isinstance(targets, str) else list(targets)]
-        if lora.rank
-        else None,
-        "data.train_data": [_fingerprint(name) for name in cfg.data.train_data],
-    }
-
-
-def resume_problems(cfg: TrainConfig) -> list[str]:
-    """Why the resume that a configuration asks for cannot work; empty when it can. Reads no file's hash."""
-    try:
-        path = choose(Path(cfg.trainer.ckpt_path), cfg.trainer.resume_mode, cfg.trainer.resume_path)
-        if path is not None:
-            check_run(path, read(path, hashes=False), run_facts(cfg))
-    except CheckpointError as error:
-        return [str(error)]
-    return []
-
-
 def _read(path: Path, hashes: bool) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}")
@@ -310,24 +261,6 @@ def _offer(folder: Path, step: int | None) -> str:
 def _newest(folder: Path) -> str:
     pointer = folder / POINTER
     return f"The newest checkpoint is {folder / PREFIX}{pointer.read_text()}." if pointer.is_file() else ""
-
-
-def _shape_differences(saved: list, now: list) -> list[str]:
-    was, has = ({name: tuple(shape) for name, shape in entries} for entries in (saved, now))
-    different = [name for name in was.keys() | has.keys() if was.get(name) != has.get(name)]
-    shown = [f"parameter {k} was {was.get(k, 'absent')} and is {has.get(k, 'absent')}" for k in sorted(different)[:3]]
-    return shown + ([f"{len(different) - 3} more parameters differ"] if len(different) > 3 else [])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _fingerprint(name: str) -> list[str]:
-    """A task file by its name and content; a hub dataset by its name alone."""
-    file = Path(name).expanduser()
-    return [file.name, sha256(file)[:16]] if file.is_file() else [name]
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
 from skyrl_thundersync.hosts.learners import Learners
 from skyrl_thundersync.inputs import longest_sampled
+from skyrl_thundersync.interrupts import apart
 from skyrl_thundersync.machine_limits import available_memory, update_disk, update_memory
 from skyrl_thundersync.rollout.client import LocalEngineClient
 from skyrl_thundersync.rollout.engine import engine_spec, start_replicas
@@ -70,14 +71,15 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray keeps a history of calls for its dashboard, which is off: 0.2 MiB more an update.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        ray.init(
-            # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
-            num_cpus=None if self._device == "cuda" else 8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="warning",
-            runtime_env={"env_vars": self._environment()},
-        )
+        with apart():  # they are needed for the end's checkpoint
+            ray.init(
+                # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
+                num_cpus=None if self._device == "cuda" else 8,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                runtime_env={"env_vars": self._environment()},
+            )
         return self
 
     def __exit__(self, _type, error: BaseException | None, _traceback) -> None:

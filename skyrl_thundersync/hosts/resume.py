@@ -12,18 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.hosts.checkpoint import (
     MARGIN,
     CheckpointError,
-    check_run,
     choose,
     read,
-    run_facts,
     save,
 )
 from skyrl_thundersync.hosts.cluster import Cluster
 from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
+from skyrl_thundersync.hosts.same_run import changes, check_run, run_facts
 from skyrl_thundersync.learner.checkpoint import shard_name
 
 
@@ -111,6 +112,8 @@ class Checkpoints:
         self.finished(step)
         self.saved_step = step
         self._say(f"resumed after update {step} from {path}")
+        if changed := changes(path, self._cfg):
+            self._say(f"[yellow]with other options than its: {escape('; '.join(changed))}[/yellow]")
         return step, path, loader
 
     def _run_facts(self) -> dict[str, Any]:

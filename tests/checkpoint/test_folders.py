@@ -17,17 +17,15 @@ from skyrl_thundersync.hosts.checkpoint import (
     MANIFEST,
     POINTER,
     CheckpointError,
-    check_run,
     choose,
     read,
-    resume_problems,
-    run_facts,
     save,
     steps,
 )
 from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
 from skyrl_thundersync.hosts.learners import require_kept
 from skyrl_thundersync.hosts.resume import files_of
+from skyrl_thundersync.hosts.same_run import changes, check_run, identity, resume_problems, run_facts
 
 SIZE = 1 << 20
 
@@ -274,6 +272,7 @@ def test_a_resume_under_other_options_is_refused_before_anything_loads(config, t
         "trainer.train_batch_size=4": "trainer.train_batch_size was 8 and is 4",
         "trainer.seed=1": "trainer.seed was 42 and is 1",
         "trainer.policy.model.lora.rank=8": "trainer.policy.model.lora was null and is [8",
+        "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]": "trainer.policy.optimizer_config.adam_betas was [0.9, 0.999] and is [0.9, 0.95]",
     }.items():
         (problem,) = resume_problems(config(*common, change))
         assert f"{tmp_path}/c/global_step_2 is of another run: {message}" in problem and "/student" in problem
@@ -281,6 +280,50 @@ def test_a_resume_under_other_options_is_refused_before_anything_loads(config, t
     assert "data.train_data was" in resume_problems(cfg)[0]
     truncate(tmp_path / "c" / "global_step_2")
     assert "torn" in resume_problems(cfg)[0]
+
+
+def test_a_resume_with_another_teacher_is_refused_and_the_same_one_elsewhere_is_not(config, tmp_path):
+    common = (f"trainer.ckpt_path={tmp_path}/c", "trainer.resume_mode=latest")
+    cfg = config(*common)
+    put(tmp_path / "c", 2, run=run_facts(cfg))
+    copy = shutil.copytree(cfg.thundersync.teacher.model, tmp_path / "copy")
+    moved = config(*common, f"thundersync.teacher.model={copy}")
+    assert resume_problems(moved) == []
+    with (copy / "model.safetensors").open("r+b") as weights:  # the same header, other numbers, as of another training
+        weights.seek(-100_000, 2)
+        weights.write(random.Random(0).randbytes(100_000))
+    (problem,) = resume_problems(moved)
+    assert 'thundersync.teacher.model was {"model"' in problem and str(copy) in problem
+
+
+def test_a_resume_under_another_advantage_law_is_refused(config, tmp_path):
+    common = (f"trainer.ckpt_path={tmp_path}/c", "trainer.resume_mode=latest", "thundersync.objective=grpo")
+    put(tmp_path / "c", 2, run=run_facts(config(*common)))
+    assert resume_problems(config(*common, "thundersync.teacher.model=null")) == []
+    for change, message in {
+        "thundersync.grpo.law=rloo": 'thundersync.grpo.law was "population" and is "rloo"',
+        "thundersync.grpo.epsilon=0.1": "thundersync.grpo.epsilon was 1e-06 and is 0.1",
+    }.items():
+        assert message in resume_problems(config(*common, change))[0]
+
+
+def test_a_model_that_is_not_here_yet_is_known_by_its_name(tmp_path):
+    saved = {"run": {"thundersync.teacher.model": {"model": "org/teacher", "content": "abc"}}}
+    check_run(tmp_path, saved, {"thundersync.teacher.model": identity("org/teacher")})
+    with pytest.raises(CheckpointError, match="org/other"):
+        check_run(tmp_path, saved, {"thundersync.teacher.model": identity("org/other")})
+
+
+def test_what_may_change_is_said(config, tmp_path):
+    from skyrl.train.config import get_config_as_yaml_str
+
+    (tmp_path / "config.yaml").write_text(get_config_as_yaml_str(config()), encoding="utf-8")
+    assert changes(tmp_path, config(f"thundersync.run_dir={tmp_path}", "trainer.resume_mode=latest")) == []
+    now = config("trainer.policy.optimizer_config.lr=2.0e-4", "generator.n_samples_per_prompt=8")
+    assert sorted(changes(tmp_path, now)) == [
+        "generator.n_samples_per_prompt: 4 → 8",
+        "trainer.policy.optimizer_config.lr: 0.001 → 0.0002",
+    ]
 
 
 def test_another_models_checkpoint_is_refused_by_its_parameters():

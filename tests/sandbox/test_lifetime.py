@@ -16,6 +16,7 @@ import pytest
 from skyrl_thundersync.sandbox import cgroup, docker_engine
 from skyrl_thundersync.sandbox.base import Owner, SandboxLost
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from tests.job import hear_all
 
 OWNER = """
 import sys, time
@@ -72,7 +73,13 @@ WARM = 2
 def start_owner(backend, marker, then):
     """A process with two sandboxes in use and `WARM` started ahead."""
     code = OWNER.format(backend=backend, marker=marker, then=then, warm=WARM)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_all,
+    )
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     return process
 
