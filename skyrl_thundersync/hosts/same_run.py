@@ -110,7 +110,7 @@ def resume_problems(cfg: TrainConfig) -> list[str]:
 
 
 def changes(path: Path, cfg: TrainConfig) -> list[str]:
-    """What a run does in another way than the one that wrote a checkpoint: `option: was → is`, of every option that differs."""
+    """What a run does otherwise than the one that wrote a checkpoint: `option: was → is`, of every option that differs."""
     import yaml
     from skyrl.train.config import get_config_as_yaml_str
 

@@ -28,6 +28,7 @@ from skyrl_thundersync.hosts.resume import files_of
 from skyrl_thundersync.hosts.same_run import changes, check_run, identity, resume_problems, run_facts
 
 SIZE = 1 << 20
+BETAS = "trainer.policy.optimizer_config.adam_betas"
 
 
 def writer(step: int, run: dict | None = None, size: int = SIZE):
@@ -272,7 +273,7 @@ def test_a_resume_under_other_options_is_refused_before_anything_loads(config, t
         "trainer.train_batch_size=4": "trainer.train_batch_size was 8 and is 4",
         "trainer.seed=1": "trainer.seed was 42 and is 1",
         "trainer.policy.model.lora.rank=8": "trainer.policy.model.lora was null and is [8",
-        "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]": "trainer.policy.optimizer_config.adam_betas was [0.9, 0.999] and is [0.9, 0.95]",
+        f"{BETAS}=[0.9,0.95]": f"{BETAS} was [0.9, 0.999] and is [0.9, 0.95]",
     }.items():
         (problem,) = resume_problems(config(*common, change))
         assert f"{tmp_path}/c/global_step_2 is of another run: {message}" in problem and "/student" in problem
