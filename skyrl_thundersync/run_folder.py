@@ -44,6 +44,8 @@ WRITTEN = (
     "trace/events.jsonl",
     f"{RECORD}/batch_*",
     "tensorboard/**/events.out.tfevents.*",
+    "wandb",
+    "swanlab",
     "published",
     "kept",
 )
