@@ -1,13 +1,21 @@
-"""What appears on the screen: a few lines at the start, one line an update, the evaluation before and after."""
+"""What appears on the screen: a few lines at the start, one line an update, a live one meanwhile, the evaluations."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
+
+from skyrl_thundersync.heartbeat import now_at
+from skyrl_thundersync.live_line import LiveLine, clock, short
+from skyrl_thundersync.stream.ledger import Progress
 
 # Name and width; 79 characters together, so that a line fits the narrowest terminal.
 COLUMNS = (
@@ -47,13 +55,45 @@ class Display:
     def __init__(self, stream_fd: int) -> None:
         self._console = Console(file=_text(Screen(os.dup(stream_fd), "w")), highlight=False, soft_wrap=True)
         self._printed_header = False
+        self._live: LiveLine | None = None
+        self._took: deque[float] = deque(maxlen=5)  # seconds of the last updates
+
+    def begin(self, name: str, progress: Callable[[], Progress | None] | None = None) -> None:
+        """A live line from now to `end`: time so far and, with `progress` (that of an update), how far its batch is.
+
+        `progress` is called from a thread; None as long as there is no batch.
+        """
+        self.end()
+        started, expected = time.monotonic(), None
+        if progress is not None and self._took:
+            expected = statistics.median(self._took)
+
+        def text() -> str:
+            parts = [f"{name}  {clock(time.monotonic() - started)}{f' of ~{clock(expected)}' if expected else ''}"]
+            if progress is not None and (batch := progress()) is not None:
+                parts += [
+                    f"{batch.closed} closed, {batch.open} open",
+                    f"{short(batch.tokens)} tokens",
+                    f"{batch.waiting} wait for the learner",
+                ]
+            return " · ".join([*parts, now_at()])
+
+        self._live = LiveLine(self._console, text)
+
+    def end(self) -> None:
+        """Take the live line away, where there is one."""
+        if self._live is not None:
+            self._live.end()
+            self._live = None
 
     def say(self, text: str) -> None:
         """One line of prose; rich markup allowed."""
         self._console.print(text)
 
     def update(self, step: int, total: int, m: dict[str, float]) -> None:
-        """The progress line of one update, from its metrics."""
+        """The progress line of one update, from its metrics, in place of its live one."""
+        self.end()
+        self._took.append(m["timing/update"])
         if not self._printed_header:
             self._console.print(_row([name for name, _ in COLUMNS]), style="bold")
             self._printed_header = True

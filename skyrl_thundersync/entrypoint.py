@@ -143,6 +143,8 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         except NothingLeftError as done:
             display.say(f"nothing left to train: {done}")
             return
+        finally:
+            display.end()
     metrics.close()
     timeline.close_log()
     rows = [("updates", str(trainer.global_step))]

@@ -52,6 +52,11 @@ def at(what: str) -> None:
     _write()
 
 
+def now_at() -> str:
+    """What this process is at."""
+    return _at[-1][0]
+
+
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """This process is at `what` within, or at what was entered later, also by tasks that run beside it."""

@@ -97,22 +97,25 @@ def gap_percentile(counts: Counter[int], share: float) -> float:
 
 
 def step_metrics(
-    metrics: dict[str, float], publish_s: float, ranks: int, peak_flops: float | None = None
+    metrics: dict[str, float], publish_s: float, step: float, ranks: int, peak_flops: float | None = None
 ) -> dict[str, float]:
     """What is only known after the publish: suffix P_k, κ, the whole step T_k and what the learners made of it.
 
+    `timing/host` is what of T_k lies in no phase: the batch prepared and put away, checkpoints and models written.
+
     Args:
         metrics: the update's, from `update_metrics`.
+        step: T_k, wall clock from the host's start of the step to the publication's last acknowledgement, seconds.
         ranks: learner ranks.
         peak_flops: dense BF16 peak of a learner's device; None without GPUs or for unknown ones: then there is no MFU.
     """
     suffix = metrics["timing/finish"] + publish_s
-    step = metrics["timing/rollout"] + metrics["timing/tail"] + suffix
     busy = metrics["timing/learner_busy"] / (step * ranks)
     found = {
         "timing/publish": publish_s,
         "timing/suffix": suffix,
         "timing/update": step,
+        "timing/host": step - metrics["timing/rollout"] - metrics["timing/tail"] - suffix,
         "theory/kappa": suffix / metrics["timing/rollout"],
         "thundersync/learner_busy_share": busy,
         "thundersync/learner_idle_share": 1 - busy,

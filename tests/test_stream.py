@@ -81,6 +81,19 @@ def test_a_batch_finishes_only_when_everything_closed_and_was_acknowledged():
         ledger.acknowledged(work[0])
 
 
+def test_progress_counts_what_closed_what_is_open_and_what_a_learner_has_still_to_do():
+    ledger = Ledger(3, {"a": 1, "b": 2})
+    assert ledger.progress == (0, 3, 0, 0)
+    ledger.sampled(source())
+    ledger.released(work := Append(source(), None))
+    assert ledger.progress == (0, 3, 4, 1)
+    ledger.closed(A0)
+    ledger.released(CloseTrajectory(A0, 1.0))
+    assert ledger.progress == (1, 2, 4, 2)
+    ledger.acknowledged(work)
+    assert ledger.progress == (1, 2, 4, 1)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 50)), max_size=60), st.integers(1, 4), st.booleans()
 )

@@ -68,7 +68,7 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             ranks=run.learner.ranks or max(batch.ranks) + 1,
             block_tokens=run.learner.block_tokens,
             sweep_at_close=not (grpo and run.learner.accumulator == "exact"),
-            suffix_s=row["timing/suffix"],
+            suffix_s=row["timing/suffix"] + row["timing/host"],
         )
         times = (row["timing/rollout"], row["timing/update"], row["timing/learner_busy"])
         recordings.append(Recording(batch, own, policy, *times))

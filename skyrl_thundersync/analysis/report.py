@@ -15,13 +15,14 @@ from skyrl_thundersync.analysis.rundata import PHASES, RunData, baseline_of, spe
 from skyrl_thundersync.analysis.svg import Chart, legend, number
 from skyrl_thundersync.timeline import lanes, tracks
 
-COLORS = {"rollout": "rollout", "tail": "tail", "finish": "finish", "publish": "publish"}
+COLORS = {"rollout": "rollout", "tail": "tail", "finish": "finish", "publish": "publish", "host": "muted"}
 SUMMARY = (
     ("step", "timing/update", "s"),
     ("rollouts R", "timing/rollout", "s"),
     ("tail", "timing/tail", "s"),
     ("finish", "timing/finish", "s"),
     ("publish", "timing/publish", "s"),
+    ("host, between these", "timing/host", "s"),
     ("learner idle", "thundersync/learner_idle_share", "%"),
     ("ρ = L/R", "theory/rho", ""),
     ("λ = tail/R", "theory/lambda", ""),
@@ -85,7 +86,10 @@ def render(runs: list[RunData]) -> str:
     return page(" · ".join(run.name for run in runs), "".join(parts))
 
 
-_PHASES_NOTE = "One bar an update: rollouts (with the learner work that overlaps them), tail, finish, publish."
+_PHASES_NOTE = (
+    "One bar an update, as long as its wall clock: rollouts (with the learner work that overlaps them), tail, finish, "
+    "publish, and on top the host's own work between them, checkpoints included."
+)
 _LEARNING_NOTE = "Left against updates, right against time in update steps. Dots: held-out evaluations."
 _RELEASE_NOTE = (
     "Share of learner service that had been released by normalised rollout time u; the line is the mean over updates, the "

@@ -15,8 +15,8 @@ import yaml
 from skyrl_thundersync.analysis.theory import MeasuredLaw, measured_release
 from skyrl_thundersync.timeline import EVENTS, Event, read_events
 
-PHASES = ("rollout", "tail", "finish", "publish")
-"""The parts of a step, in order; metric `timing/NAME`."""
+PHASES = ("rollout", "tail", "finish", "publish", "host")
+"""The parts of a step, `host` for all between the others; metric `timing/NAME`."""
 
 
 @dataclass(frozen=True)

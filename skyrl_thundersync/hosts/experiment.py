@@ -31,9 +31,11 @@ class Progress(TrainingCallback):
     def on_eval_start(self, trainer, callback_input, control) -> None:
         at("evaluation")
         self._display.say(f"[dim]evaluating on {len(trainer.eval_dataset)} held-out tasks[/dim]")
+        self._display.begin("evaluation")
 
     def on_eval_end(self, trainer, callback_input, control) -> None:
         at("training")
+        self._display.end()
         score = float(callback_input.metrics["eval/all/avg_score"])
         self.evaluations.append((callback_input.global_step, score))
         self._display.say(f"held-out success after {callback_input.global_step} updates: [bold]{score:.0%}[/bold]")

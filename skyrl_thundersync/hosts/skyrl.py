@@ -18,6 +18,7 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL
 from skyrl.train.generators.utils import get_metrics_from_generator_output
 from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync import timeline
 from skyrl_thundersync.analysis import mfu
@@ -115,6 +116,8 @@ class ThunderSyncTrainer(RayPPOTrainer):
         super().__init__(*args, **kwargs)
         self._cluster, self._display, self._recorder = cluster, display, recorder
         self._update: Update | None = None
+        self._began = 0.0
+        self.add_callback(_StepStart())
         self._cost, self._peak = flop_cost(self.cfg, display), peak_flops(self.cfg)
         self.checkpoints = Checkpoints(self.cfg, cluster, display.say)
 
@@ -139,6 +142,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
             statistics_cap=statistics_cap(self.cfg),
             state_bytes=state_bytes(self.cfg),
         )
+        self._update = update
         hook: TurnHook = self.inference_engine_client
         self.generator.on_closed, self.generator.on_last_turn = update.on_trajectory_closed, update.on_last_turn
         try:
@@ -150,7 +154,6 @@ class ThunderSyncTrainer(RayPPOTrainer):
         if self._recorder:
             self._recorder.end()
         timeline.add_update(update)
-        self._update = update
         return output
 
     def postprocess_generator_output(self, generator_output, uids):
@@ -197,11 +200,24 @@ class ThunderSyncTrainer(RayPPOTrainer):
         step, path, self.train_dataloader = self.checkpoints.load(self.train_dataloader, self.total_training_steps)
         return step, path and str(path)
 
+    def begin_step(self) -> None:
+        """SkyRL's step begins here and ends with its publication."""
+        self._began = time.perf_counter()
+        name = f"{self.global_step}/{self.total_training_steps}"
+        self._display.begin(name, lambda: self._update and self._update.ledger.progress)
+
     def _published(self, publish_s: float) -> None:
+        step_s = time.perf_counter() - self._began
         if self._update is not None:  # None at the first publication, before any update
-            self.all_metrics.update(step_metrics(self.all_metrics, publish_s, len(self._cluster.ranks), self._peak))
+            ranks = len(self._cluster.ranks)
+            self.all_metrics.update(step_metrics(self.all_metrics, publish_s, step_s, ranks, self._peak))
             self._display.update(self.global_step, self.total_training_steps, self.all_metrics)
             self._update = None
+
+
+class _StepStart(TrainingCallback):
+    def on_step_start(self, trainer: ThunderSyncTrainer, callback_input, control) -> None:
+        trainer.begin_step()
 
 
 def flop_cost(cfg, display: Display) -> mfu.Cost | None:

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
 
 
 class LedgerError(RuntimeError):
     """An event that breaks the batch's bookkeeping: the update must not be taken."""
+
+
+class Progress(NamedTuple):
+    """How far a batch is: trajectories closed and open, their tokens so far, and the work that a learner has still to do:
+    items released and not acknowledged."""
+
+    closed: int
+    open: int
+    tokens: int
+    waiting: int
 
 
 @dataclass(slots=True)
@@ -60,6 +70,12 @@ class Ledger:
     def n_tokens(self) -> int:
         """Tokens of all trajectories, each counted once."""
         return sum(t.tokens for t in self._trajectories.values())
+
+    @property
+    def progress(self) -> Progress:
+        """May be asked from another thread than the one that reports events."""
+        closed = sum(t.closed for t in self._trajectories.values())
+        return Progress(closed, len(self._trajectories) - closed, self.n_tokens, len(self._outstanding))
 
     @property
     def shapes(self) -> list[tuple[int, list[int]]]:

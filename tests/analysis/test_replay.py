@@ -49,7 +49,8 @@ def write_run(folder, objective="opd", schedule="thundersync", updates=3):
                 "step": version + 1,
                 "thundersync/policy_version": version,
                 "timing/rollout": f.rollout_s,
-                "timing/suffix": 2.0,
+                "timing/suffix": 1.7,
+                "timing/host": 0.3,
                 "timing/update": f.step_s,
                 "timing/learner_busy": float(run.service_s.sum()),
             }
