@@ -22,7 +22,7 @@ from skyrl_thundersync.learner.kernel_choice import Choice, choose
 from skyrl_thundersync.learner.segments import SegmentModel
 
 if TYPE_CHECKING:
-    from skyrl_thundersync.learner.rank import RankSpec
+    from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
 
 STOCK_ATTENTION = "sdpa"
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -60,20 +60,25 @@ def load_student(spec: RankSpec) -> tuple[torch.nn.Module, Choice]:
     model = AutoModelForCausalLM.from_pretrained(
         spec.model_path, dtype=dtype, attn_implementation=implementation(kernel.name), local_files_only=True, **experts
     )
-    model = model.to(spec.device).eval()
-    if spec.lora is None:
-        return model.requires_grad_(True), kernel
+    return prepared(model.to(spec.device), spec.lora), kernel
+
+
+def prepared(model: torch.nn.Module, lora: LoraSettings | None) -> torch.nn.Module:
+    """The model in eval mode, all of it trainable, or wrapped with an adapter that alone is."""
+    model = model.eval()
+    if lora is None:
+        return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model  # slow to import, and only adapters need it
 
     torch.manual_seed(0)  # every rank starts from the same adapter
     config = LoraConfig(
-        r=spec.lora.rank,
-        lora_alpha=spec.lora.alpha,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=spec.lora.target_modules,
+        target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=False).eval(), kernel
+    return get_peft_model(model, config, autocast_adapter_dtype=False).eval()
 
 
 def stock_logps(

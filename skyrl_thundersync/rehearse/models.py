@@ -1,0 +1,121 @@
+"""Architectures of the models that presets name, for machines that do not have them: the fields of config.json that count.
+
+`origin` says where the figures are from. A model folder or a hub name in the local cache comes before this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.inputs import model_config
+
+
+class Architecture(NamedTuple):
+    """A model: its config.json (of the language model inside), bytes a parameter on disk, and where this is known from."""
+
+    config: dict[str, Any]
+    origin: str
+    quantised: bool = False
+
+
+QWEN_27B = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+QWEN_NEXT = {
+    "model_type": "qwen3_next",
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+
+KNOWN = {
+    "Qwen/Qwen3.8-27B": Architecture(QWEN_27B, "the published sizes of Qwen3.5-27B, whose class this model has"),
+    "Qwen/Qwen3.8-Flash-Next-FP8": Architecture(
+        QWEN_NEXT, "derived: Qwen3-Next-80B-A3B with the student's vocabulary, blocks of 128 in FP8", quantised=True
+    ),
+    "zai-org/GLM-4.7-Flash": Architecture(
+        {"model_type": "glm4_moe_lite"}, "the defaults of Transformers' own class for this model"
+    ),
+}
+
+
+def architecture(option: str, path: str) -> Architecture:
+    """The architecture of the model that `option` names.
+
+    Raises:
+        ConfigError: its config.json is neither on this machine nor in the table.
+    """
+    found = model_config(path)
+    if found is not None:
+        quantised = "quantization_config" in found
+        text = found.get("text_config", found)
+        return Architecture({**text, "model_type": text.get("model_type", found.get("model_type"))}, path, quantised)
+    if path in KNOWN:
+        return KNOWN[path]
+    raise ConfigError(
+        f"{option}={path!r}: a rehearsal needs its config.json, and it is not on this machine. Put config.json into a folder "
+        f"and name that; known without one are {', '.join(KNOWN)}"
+    )
+
+
+def transformers_config(known: Architecture, layers: int | None = None):
+    """Transformers' configuration of an architecture, of its first `layers` layers alone where given."""
+    from transformers import AutoConfig
+
+    fields = dict(known.config)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if layers is not None and layers < config.num_hidden_layers:
+        cut = {
+            name: list(kinds)[:layers]
+            for name in ("layer_types", "mlp_layer_types")
+            if (kinds := getattr(config, name, None))
+        }
+        fields |= {**cut, "num_hidden_layers": layers}
+        config = AutoConfig.for_model(config.model_type, **fields)
+    return config
+
+
+def depths(config) -> tuple[int, int, int] | None:
+    """(a, b, times): a model of N layers is one of `a` layers and `times` more of what those of `b` have beyond `a`.
+
+    None where its layers do not repeat so, or are too few for it to be worth while.
+    """
+    layers = config.num_hidden_layers
+    kinds = [getattr(config, name, None) or [None] * layers for name in ("layer_types", "mlp_layer_types")]
+    pattern = list(zip(*kinds, strict=True))
+    for period in range(1, layers // 3 + 1):
+        prefix = next((start for start in range(layers) if pattern[start:-period] == pattern[start + period :]), layers)
+        first = prefix + period
+        first += (layers - first) % period
+        if first + period < layers:
+            return first, first + period, (layers - first) // period
+    return None
