@@ -1,4 +1,4 @@
-"""What a real learner rank on this CPU takes for a rehearsal's workload: memory by PyTorch's own profiler, FLOPs by its counter."""
+"""What a real learner rank on a CPU takes for a workload: memory by PyTorch's profiler, FLOPs by its counter."""
 
 from __future__ import annotations
 

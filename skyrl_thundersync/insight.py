@@ -1,4 +1,4 @@
-"""Subcommands that explain a run: verify, timeline, report, doctor, bench, simulate, theory.
+"""Subcommands that explain a run: verify, timeline, report, doctor, bench, simulate, theory, rehearse.
 
 Heavy imports happen when one is used.
 """
@@ -23,6 +23,11 @@ ELSEWHERE = (
     ("bench", "skyrl_thundersync.bench", "Time one configuration under sync, group and thundersync on the same seeds."),
     ("simulate", "skyrl_thundersync.analysis.simulate", "Predict step time, tail and memory in virtual time."),
     ("theory", "skyrl_thundersync.analysis.theory", "What overlap is worth by the paper's theory."),
+    (
+        "rehearse",
+        "skyrl_thundersync.rehearse.command",
+        "Does a configuration fit a GPU? The learner's code without data.",
+    ),
 )
 """Subcommands whose options a module's `command` declares: name, module, help. Loaded when one is used."""
 

@@ -309,16 +309,9 @@ def _causal(args, kwargs, place: int) -> bool:
 
 
 class _Answers(TorchFunctionMode):
-    """Values that Python asks of tensors without data: those of a healthy run. Also what attention runs on a GPU.
-
-    `for_gpu`: F.scaled_dot_product_attention is the flash kernel, as PyTorch chooses it for BF16 on CUDA.
-    """
+    """Values that Python asks of tensors without data: those of a healthy run."""
 
     _NUMBERS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__)
-
-    def __init__(self, for_gpu: bool):
-        super().__init__()
-        self._for_gpu = for_gpu
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -332,16 +325,7 @@ class _Answers(TorchFunctionMode):
             return 0.0 if args[0].is_floating_point() and function is not torch.Tensor.__int__ else 0
         if function is torch.Tensor.tolist:
             return _zeros(args[0].shape, 0.0 if args[0].is_floating_point() else 0)
-        if self._for_gpu and function is torch.nn.functional.scaled_dot_product_attention:
-            return _flash(*args, **kwargs)
         return function(*args, **kwargs)
-
-
-def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    if attn_mask is not None:
-        raise NotImplementedError("attention with a mask is not rehearsed: the learner's own attention takes none")
-    scale = scale or query.shape[-1] ** -0.5
-    return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 def _zeros(shape, zero):
@@ -353,5 +337,5 @@ def rehearsing(gpu: Gpu | None) -> Iterator[Accounting]:
     """Within it tensors hold no data and all work is counted. `gpu`: what "meta" stands for; None: the rank is on the CPU."""
     with ExitStack() as stack:
         accounting = stack.enter_context(Accounting(gpu))
-        stack.enter_context(_Answers(gpu is not None))
+        stack.enter_context(_Answers())
         yield accounting

@@ -14,8 +14,9 @@ from weakref import WeakSet
 
 import torch
 
-from skyrl_thundersync.learner import attention
 from skyrl_thundersync.learner.accumulate import Accumulator
+from skyrl_thundersync.learner.attention import implementation
+from skyrl_thundersync.learner.kernel_choice import choose
 from skyrl_thundersync.learner.rank import LearnerSettings, LoraSettings
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import Graph, Scored, Segment, SegmentModel
@@ -28,7 +29,7 @@ from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Accounting, Phas
 from skyrl_thundersync.rehearse.devices import Gpu
 from skyrl_thundersync.rehearse.finish import finish, optimizer_of
 from skyrl_thundersync.rehearse.models import Architecture, depths, transformers_config
-from skyrl_thundersync.rehearse.workload import Workload
+from skyrl_thundersync.rehearse.workload import ACTION, CONTEXT, Workload
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory, Work
 
 PROMPT, APPEND, SWEEP, GROUP, FINISH = "prompt", "turns", "sweep", "sweep prompt", "finish"
@@ -113,21 +114,66 @@ def phase_of(work: Work) -> str:
 
 
 def rehearse_rank(rank: Rank, workload: Workload) -> dict[str, Phase]:
-    """The phases of `PHASES` of one trajectory, one group's prompt and one finish, at the model's whole depth.
+    """The phases of `PHASES` of one trajectory, one group's prompt and one finish, at the model's whole depth and length.
 
     Raises what the learner raises for a model or options that it refuses.
     """
+    layers = transformers_config(rank.known).num_hidden_layers
     found = depths(transformers_config(rank.known))
-    if found is None:
-        return _run(rank, workload, None)
-    first, second, times = found
-    one, two = _run(rank, workload, first), _run(rank, workload, second)
+    first, second, times = found or (layers, layers, 0)
+    graph = {depth: _graph_bytes(rank, depth) for depth in {first, second}}
+    whole = graph[first] + times * (graph[second] - graph[first])
+    retained = int(rank.learner.retain_gib * 2**30 / whole) // max(1, rank.learner.block_tokens)
+
+    def at(depth: int) -> dict[str, Phase]:
+        learner = replace(
+            rank.learner,
+            retain_gib=rank.learner.retain_gib * graph[depth] / whole,
+            state_gib=rank.learner.state_gib and rank.learner.state_gib * depth / layers,
+        )
+        return _at_length(replace(rank, learner=learner), workload, depth, retained)
+
+    one = at(first)
+    if not times:
+        return one
+    two = at(second)
     return {name: _extrapolated(one[name], two[name], times) for name in one}
 
 
-def _run(rank: Rank, workload: Workload, layers: int | None) -> dict[str, Phase]:
+def _at_length(rank: Rank, workload: Workload, layers: int, retained: int) -> dict[str, Phase]:
+    """Phases over a trajectory of any number of blocks.
+
+    Once more blocks have gone than graphs are `retained`, a further block adds to memory what the last one added, and to work
+    a little more than that by its longer past: three lengths give all the others.
+    """
+    block = max(rank.learner.block_tokens, 1)
+    turn = CONTEXT + ACTION
+    block = -(-block // turn) * turn  # turns are whole, so blocks are too
+    blocks, shortest = (workload.tokens - workload.prompt) / block, retained + 1
+    if blocks <= shortest + 2:
+        return _run(rank, workload, layers)
+    runs = [
+        _run(rank, replace(workload, tokens=workload.prompt + (shortest + more) * block), layers) for more in range(3)
+    ]
+    x = blocks - shortest
+    return {name: _lengthened(*(run[name] for run in runs), x) for name in runs[0]}
+
+
+def _graph_bytes(rank: Rank, layers: int) -> float:
+    """Bytes of autograd graph a token, as the learner itself measures them."""
     device = "cpu" if rank.gpu is None else "meta"
-    learner, phases = rank.learner, {}
+    with rehearsing(rank.gpu):
+        model = _student(rank, layers, device)
+        segments = SegmentModel(model.get_base_model() if rank.lora else model)
+        return GraphBudget(segments, 1).per_token
+
+
+def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
+    device = "cpu" if rank.gpu is None else "meta"
+    learner, phases, objective = rank.learner, {}, OBJECTIVES[rank.objective]()
+    if objective.needs_group:
+        law = objective.affine(workload.rewards)  # of values, which there are none of within
+        objective.affine = lambda rewards: law
     with rehearsing(rank.gpu) as accounting:
         with accounting.tagged("weights"):
             model = _student(rank, layers, device)
@@ -138,7 +184,6 @@ def _run(rank: Rank, workload: Workload, layers: int | None) -> dict[str, Phase]
             accumulator = Accumulator(optimizer.layout, learner.accumulator == "exact")
         base = model.get_base_model() if rank.lora else model
         segments = _Watched(base, _Budget(limit, mover), accounting)
-        objective = OBJECTIVES[rank.objective]()
         budget = GraphBudget(segments, int(learner.retain_gib * 2**30))
         forest = Forest(segments, objective, learner.block_tokens, budget, accumulator)
         accounting.tag = "staging"
@@ -164,11 +209,10 @@ def _run(rank: Rank, workload: Workload, layers: int | None) -> dict[str, Phase]
 def _student(rank: Rank, layers: int | None, device: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = transformers_config(rank.known, layers)
+    config, dtype = transformers_config(rank.known, layers), getattr(torch, rank.learner.dtype)
+    kernel = choose(config, device, dtype)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, rank.learner.dtype), attn_implementation=attention.NAME
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation(kernel.name))
         return prepared(model, rank.lora)
 
 
@@ -178,27 +222,39 @@ def _joined(a: Phase, b: Phase) -> Phase:
     for place in (DEVICE, HOST):
         if a.peak[place] > b.peak[place]:
             c.peak[place], c.peak_by[place] = a.peak[place], a.peak_by[place]
-    for name in ("flops", "launches", "to_host", "to_device", "host_traffic", "network"):
+    for name in FIGURES:
         setattr(c, name, getattr(a, name) + getattr(b, name))
     c.bound_s = a.bound_s + b.bound_s
     return c
 
 
-def _extrapolated(one: Phase, two: Phase, times: int) -> Phase:
-    """What a phase takes with `times` more of the layers that `two` has beyond `one`."""
+FIGURES = ("flops", "launches", "to_host", "to_device", "host_traffic", "network")
 
-    def along(a: float, b: float) -> float:
-        return a + times * (b - a)
 
-    def table(a: dict, b: dict) -> dict:
-        return {key: along(a.get(key, 0), b.get(key, 0)) for key in a | b}
+def _extrapolated(one: Phase, two: Phase, times: float) -> Phase:
+    """What a phase takes with `times` more of what `two` has beyond `one`."""
+    return _combined((one, two), (1 - times, times), (1 - times, times))
 
-    phase = Phase(one.name)
+
+def _lengthened(one: Phase, two: Phase, three: Phase, x: float) -> Phase:
+    """What a phase takes `x` blocks beyond `one`, one and two beyond which the others are: memory linear, work quadratic."""
+    work = ((x - 1) * (x - 2) / 2, -x * (x - 2), x * (x - 1) / 2)
+    return _combined((one, two, three), (0.0, 2 - x, x - 1), work)
+
+
+def _combined(phases: tuple[Phase, ...], memory: tuple[float, ...], work: tuple[float, ...]) -> Phase:
+    def total(values, weights) -> float:
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    def table(tables, weights) -> dict:
+        return {key: total([t.get(key, 0) for t in tables], weights) for key in set().union(*tables)}
+
+    phase = Phase(phases[0].name)
     for place in (DEVICE, HOST):
-        phase.peak_by[place] = table(one.peak_by[place], two.peak_by[place])
-        phase.peak[place] = along(one.peak[place], two.peak[place])
-        phase.kept[place] = table(one.kept[place], two.kept[place])
-    for name in ("flops", "launches", "to_host", "to_device", "host_traffic", "network"):
-        setattr(phase, name, along(getattr(one, name), getattr(two, name)))
-    phase.bound_s = Counter(table(one.bound_s, two.bound_s))
+        phase.peak_by[place] = table([p.peak_by[place] for p in phases], memory)
+        phase.peak[place] = total([p.peak[place] for p in phases], memory)
+        phase.kept[place] = table([p.kept.get(place, {}) for p in phases], memory)
+    for name in FIGURES:
+        setattr(phase, name, total([getattr(p, name) for p in phases], work))
+    phase.bound_s = Counter(table([p.bound_s for p in phases], work))
     return phase

@@ -119,3 +119,45 @@ def depths(config) -> tuple[int, int, int] | None:
         if first + period < layers:
             return first, first + period, (layers - first) // period
     return None
+
+
+def parameters(known: Architecture) -> tuple[int, int]:
+    """How many parameters: of the layers, and of embeddings and head."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def count(layers: int | None) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(transformers_config(known, layers))
+        every = {id(p): p.numel() for p in model.parameters()}
+        ends = {
+            id(p): p.numel()
+            for m in (model.get_input_embeddings(), model.get_output_embeddings())
+            for p in m.parameters()
+        }
+        return sum(every.values()) - sum(ends.values()), sum(ends.values())
+
+    found = depths(transformers_config(known))
+    if found is None:
+        return count(None)
+    (one, ends), (two, _) = count(found[0]), count(found[1])
+    return one + found[2] * (two - one), ends
+
+
+def cache_bytes(known: Architecture) -> tuple[float, float]:
+    """Bytes of K and V a token and of recurrent state a trajectory, BF16, as a serving engine keeps them."""
+    config = transformers_config(known)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attention, linear = kinds.count("full_attention"), kinds.count("linear_attention")
+    if getattr(config, "kv_lora_rank", None):
+        token = attention * 2.0 * (config.kv_lora_rank + config.qk_rope_head_dim)
+    else:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = attention * 4.0 * config.num_key_value_heads * width
+    state = 0.0
+    if linear:
+        keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+        heads = config.linear_num_value_heads
+        channels = 2 * config.linear_num_key_heads * keys + heads * values
+        state = linear * (4.0 * heads * keys * values + 2.0 * channels * (config.linear_conv_kernel_dim - 1))
+    return token, state

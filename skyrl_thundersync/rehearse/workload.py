@@ -13,10 +13,11 @@ CONTEXT, ACTION = 512, 256
 
 @dataclass(frozen=True)
 class Workload:
-    """tokens: of a trajectory, its prompt included. prompt: shared by a group's samples."""
+    """tokens: of a trajectory, its prompt included. prompt: shared by a group's samples. rewards: of the two (`works`)."""
 
     tokens: int
     prompt: int = 2048
+    rewards: tuple[float, float] = (1.0, 0.0)
 
     @property
     def scored(self) -> int:
@@ -50,7 +51,7 @@ class Workload:
             )
             length += context + action
             yield Append(source, (0.0,) * action if objective == "opd" else None)
-        yield CloseTrajectory(trajectory, 1.0)
+        yield CloseTrajectory(trajectory, self.rewards[0])
         if objective == "grpo":
-            yield CloseTrajectory(TrajectoryId("g", 1), 0.0)
+            yield CloseTrajectory(TrajectoryId("g", 1), self.rewards[1])
         yield CloseGroup("g")
