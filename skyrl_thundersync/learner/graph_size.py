@@ -53,15 +53,16 @@ def measure(model: SegmentModel) -> GraphSize:
 
 def saved_bytes(model: SegmentModel, segment: Segment) -> int:
     """Bytes that one forward of `segment` keeps for its backward, beside parameters and earlier states."""
-    known = {p.untyped_storage().data_ptr() for p in model.body.parameters()}
+    # by storage, not by address: tensors without data, on which the learner is rehearsed, have none
+    known = {p.untyped_storage()._cdata for p in model.body.parameters()}
     earlier = [t for held in segment.states() for pair in held.state for t in pair if t is not None]
-    known |= {t.untyped_storage().data_ptr() for t in earlier}
+    known |= {t.untyped_storage()._cdata for t in earlier}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -8,6 +8,7 @@ streams, and DeepSpeed's part of the step is its arithmetic (`finish.py`).
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -16,6 +17,7 @@ import torch
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.attention import implementation
+from skyrl_thundersync.learner.graph_size import GraphSize
 from skyrl_thundersync.learner.kernel_choice import choose
 from skyrl_thundersync.learner.rank import LearnerSettings, LoraSettings
 from skyrl_thundersync.learner.retain import GraphBudget
@@ -52,8 +54,8 @@ class Rank:
 class _Watched(SegmentModel):
     """The learner's own, that says what its memory is for."""
 
-    def __init__(self, model, states: _Budget, accounting: Accounting):
-        super().__init__(model, states)
+    def __init__(self, model, states: _Budget, graph_limit: int | None, accounting: Accounting):
+        super().__init__(model, states, graph_limit)
         self._accounting = accounting
 
     def forward(self, segment: Segment, grad: bool) -> Graph:
@@ -119,19 +121,21 @@ def rehearse_rank(rank: Rank, workload: Workload) -> dict[str, Phase]:
     Raises what the learner raises for a model or options that it refuses.
     """
     layers = transformers_config(rank.known).num_hidden_layers
-    found = depths(transformers_config(rank.known))
-    first, second, times = found or (layers, layers, 0)
-    graph = {depth: _graph_bytes(rank, depth) for depth in {first, second}}
-    whole = graph[first] + times * (graph[second] - graph[first])
-    retained = int(rank.learner.retain_gib * 2**30 / whole) // max(1, rank.learner.block_tokens)
+    first, second, times = depths(transformers_config(rank.known)) or (layers, layers, 0)
+    size = {depth: _graph_size(rank, depth) for depth in {first, second}}
+    whole = _whole_size(size[first], size[second], times)
+    settled = _settled(rank.learner, whole, workload.tokens)
 
     def at(depth: int) -> dict[str, Phase]:
+        # so that the same graphs are kept and the same layers run again as at the whole depth
+        share = size[depth].per_token / whole.per_token
         learner = replace(
             rank.learner,
-            retain_gib=rank.learner.retain_gib * graph[depth] / whole,
-            state_gib=rank.learner.state_gib and rank.learner.state_gib * depth / layers,
+            retain_gib=rank.learner.retain_gib * share,
+            graph_gib=None if rank.learner.graph_gib is None else rank.learner.graph_gib * share,
+            state_gib=None if rank.learner.state_gib is None else rank.learner.state_gib * depth / layers,
         )
-        return _at_length(replace(rank, learner=learner), workload, depth, retained)
+        return _at_length(replace(rank, learner=learner), workload, depth, settled)
 
     one = at(first)
     if not times:
@@ -140,50 +144,60 @@ def rehearse_rank(rank: Rank, workload: Workload) -> dict[str, Phase]:
     return {name: _extrapolated(one[name], two[name], times) for name in one}
 
 
-def _at_length(rank: Rank, workload: Workload, layers: int, retained: int) -> dict[str, Phase]:
+def _at_length(rank: Rank, workload: Workload, layers: int, settled: int) -> dict[str, Phase]:
     """Phases over a trajectory of any number of blocks.
 
-    Once more blocks have gone than graphs are `retained`, a further block adds to memory what the last one added, and to work
-    a little more than that by its longer past: three lengths give all the others.
+    From `settled` blocks on a further one adds to memory what the last one added, and to work a little more than that by its
+    longer past: three lengths give all the others.
     """
-    block = max(rank.learner.block_tokens, 1)
     turn = CONTEXT + ACTION
-    block = -(-block // turn) * turn  # turns are whole, so blocks are too
-    blocks, shortest = (workload.tokens - workload.prompt) / block, retained + 1
-    if blocks <= shortest + 2:
+    block = -(-max(rank.learner.block_tokens, 1) // turn) * turn  # turns are whole, so blocks are too
+    blocks = (workload.tokens - workload.prompt) / block
+    if blocks <= settled + 2:
         return _run(rank, workload, layers)
-    runs = [
-        _run(rank, replace(workload, tokens=workload.prompt + (shortest + more) * block), layers) for more in range(3)
-    ]
-    x = blocks - shortest
-    return {name: _lengthened(*(run[name] for run in runs), x) for name in runs[0]}
+    lengths = [workload.prompt + (settled + more) * block for more in range(3)]
+    runs = [_run(rank, replace(workload, tokens=length), layers) for length in lengths]
+    return {name: _lengthened(*(run[name] for run in runs), blocks - settled) for name in runs[0]}
 
 
-def _graph_bytes(rank: Rank, layers: int) -> float:
-    """Bytes of autograd graph a token, as the learner itself measures them."""
-    device = "cpu" if rank.gpu is None else "meta"
+def _settled(learner: LearnerSettings, size: GraphSize, tokens: int) -> int:
+    """Blocks after which nothing is decided otherwise any more: how many graphs stay, and whether layers run again."""
+    block = max(1, learner.block_tokens)
+    limit = tokens * size.per_token if learner.graph_gib is None else learner.graph_gib * 2**30
+    room = limit - size.whole(block, 0)
+    changes = math.ceil(room / size.per_past / block) if size.per_past > 0 and 0 <= room < size.per_past * tokens else 0
+    graph = size.run_again(block) if room < 0 or changes else size.whole(block, 0)
+    return max(int(learner.retain_gib * 2**30 / graph), changes) + 1
+
+
+def _graph_size(rank: Rank, layers: int) -> GraphSize:
+    """As the learner itself measures it."""
     with rehearsing(rank.gpu):
-        model = _student(rank, layers, device)
-        segments = SegmentModel(model.get_base_model() if rank.lora else model)
-        return GraphBudget(segments, 1).per_token
+        model = _student(rank, layers)
+        return SegmentModel(model.get_base_model() if rank.lora else model).graph_size
+
+
+def _whole_size(one: GraphSize, two: GraphSize, times: int) -> GraphSize:
+    fields = {name: getattr(one, name) + times * (getattr(two, name) - getattr(one, name)) for name in vars(one)}
+    return GraphSize(**fields)
 
 
 def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
-    device = "cpu" if rank.gpu is None else "meta"
     learner, phases, objective = rank.learner, {}, OBJECTIVES[rank.objective]()
     if objective.needs_group:
         law = objective.affine(workload.rewards)  # of values, which there are none of within
         objective.affine = lambda rewards: law
     with rehearsing(rank.gpu) as accounting:
         with accounting.tagged("weights"):
-            model = _student(rank, layers, device)
+            model = _student(rank, layers)
         mover = None if rank.gpu is None else _Mover(accounting)
         limit = None if learner.state_gib is None else int(learner.state_gib * 2**30)
         optimizer = optimizer_of(accounting, model, learner, rank.ranks)
         with accounting.tagged("sums"):
             accumulator = Accumulator(optimizer.layout, learner.accumulator == "exact")
         base = model.get_base_model() if rank.lora else model
-        segments = _Watched(base, _Budget(limit, mover), accounting)
+        graph_limit = None if learner.graph_gib is None else int(learner.graph_gib * 2**30)
+        segments = _Watched(base, _Budget(limit, mover), graph_limit, accounting)
         budget = GraphBudget(segments, int(learner.retain_gib * 2**30))
         forest = Forest(segments, objective, learner.block_tokens, budget, accumulator)
         accounting.tag = "staging"
@@ -206,9 +220,10 @@ def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
     return phases
 
 
-def _student(rank: Rank, layers: int | None, device: str) -> torch.nn.Module:
+def _student(rank: Rank, layers: int) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
+    device = "cpu" if rank.gpu is None else "meta"
     config, dtype = transformers_config(rank.known, layers), getattr(torch, rank.learner.dtype)
     kernel = choose(config, device, dtype)
     with torch.device(device):

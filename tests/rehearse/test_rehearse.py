@@ -41,11 +41,17 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(
-    ("fields", "retain_gib", "objective"), [(DENSE, 0.001, "opd"), (DENSE, 1.0, "grpo"), (HYBRID, 0.001, "opd")]
+    ("fields", "retain_gib", "graph_gib", "objective"),
+    [
+        (DENSE, 0.001, None, "opd"),
+        (DENSE, 1.0, None, "grpo"),
+        (DENSE, 0.0, 0.0001, "opd"),
+        (HYBRID, 0.001, None, "opd"),
+    ],
 )
-def test_memory_and_flops_are_those_of_a_real_rank(tmp_path, fields, retain_gib, objective):
+def test_memory_and_flops_are_those_of_a_real_rank(tmp_path, fields, retain_gib, graph_gib, objective):
     known, workload = Architecture(fields, "a test"), Workload(900, 200)
-    learner = replace(LEARNER, retain_gib=retain_gib)
+    learner = replace(LEARNER, retain_gib=retain_gib, graph_gib=graph_gib)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(transformers_config(known)).float().save_pretrained(tmp_path)
     real = measure(tmp_path, learner, objective, workload)
@@ -69,7 +75,7 @@ def test_two_depths_give_all_others_and_three_lengths_too(monkeypatch):
             assert getattr(short[name], figure) == pytest.approx(getattr(whole, figure), rel=0.02), name
 
 
-def _whole(rank, workload, layers, retained):
+def _whole(rank, workload, layers, settled):
     from skyrl_thundersync.rehearse.learner import _run
 
     return _run(rank, workload, layers)
