@@ -14,6 +14,8 @@ class GraphBudget:
 
     def __init__(self, model: SegmentModel, budget: int):
         self.model, self.budget, self.kept = model, budget, {}
+        if budget > 0 or model.graph_limit is not None:
+            _ = model.graph_size  # measured now, not within the first pass
 
     def bytes_of(self, segment: Segment) -> int:
         """Predicted bytes of the segment's graph."""

@@ -23,7 +23,7 @@ from skyrl_thundersync.learner.rank import LearnerSettings, LoraSettings
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import Graph, Scored, Segment, SegmentModel
 from skyrl_thundersync.learner.state_budget import StateBudget
-from skyrl_thundersync.learner.states import Adjoint
+from skyrl_thundersync.learner.states import SPAN, Adjoint
 from skyrl_thundersync.learner.student import prepared
 from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.objectives import OBJECTIVES
@@ -147,17 +147,18 @@ def rehearse_rank(rank: Rank, workload: Workload) -> dict[str, Phase]:
 def _at_length(rank: Rank, workload: Workload, layers: int, settled: int) -> dict[str, Phase]:
     """Phases over a trajectory of any number of blocks.
 
-    From `settled` blocks on a further one adds to memory what the last one added, and to work a little more than that by its
-    longer past: three lengths give all the others.
+    From `settled` blocks on, and with states in chunks of full size, a further chunk adds to memory what the last one
+    added, and to work a little more than that by its longer past: three lengths give all the others.
     """
     turn = CONTEXT + ACTION
     block = -(-max(rank.learner.block_tokens, 1) // turn) * turn  # turns are whole, so blocks are too
-    blocks = (workload.tokens - workload.prompt) / block
-    if blocks <= settled + 2:
+    settled, chunk = max(settled, 2 * SPAN // block), max(1, SPAN // block)
+    chunks = ((workload.tokens - workload.prompt) / block - settled) / chunk
+    if chunks <= 2:
         return _run(rank, workload, layers)
-    lengths = [workload.prompt + (settled + more) * block for more in range(3)]
+    lengths = [workload.prompt + (settled + more * chunk) * block for more in range(3)]
     runs = [_run(rank, replace(workload, tokens=length), layers) for length in lengths]
-    return {name: _lengthened(*(run[name] for run in runs), blocks - settled) for name in runs[0]}
+    return {name: _lengthened(*(run[name] for run in runs), chunks) for name in runs[0]}
 
 
 def _settled(learner: LearnerSettings, size: GraphSize, tokens: int) -> int:
@@ -185,8 +186,8 @@ def _whole_size(one: GraphSize, two: GraphSize, times: int) -> GraphSize:
 def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
     learner, phases, objective = rank.learner, {}, OBJECTIVES[rank.objective]()
     if objective.needs_group:
-        law = objective.affine(workload.rewards)  # of values, which there are none of within
-        objective.affine = lambda rewards: law
+        law = objective.affine(workload.rewards, workload.rewards[0])  # of values, which there are none of within
+        objective.affine = lambda rewards, origin: law
     with rehearsing(rank.gpu) as accounting:
         with accounting.tagged("weights"):
             model = _student(rank, layers)
@@ -252,9 +253,10 @@ def _extrapolated(one: Phase, two: Phase, times: float) -> Phase:
 
 
 def _lengthened(one: Phase, two: Phase, three: Phase, x: float) -> Phase:
-    """What a phase takes `x` blocks beyond `one`, one and two beyond which the others are: memory linear, work quadratic."""
-    work = ((x - 1) * (x - 2) / 2, -x * (x - 2), x * (x - 1) / 2)
-    return _combined((one, two, three), (0.0, 2 - x, x - 1), work)
+    """What a phase takes `x` chunks beyond `one`, one and two beyond which the others are: work quadratic; memory linear, of
+    whole chunks."""
+    work, whole = ((x - 1) * (x - 2) / 2, -x * (x - 2), x * (x - 1) / 2), math.ceil(x)
+    return _combined((one, two, three), (0.0, 2 - whole, whole - 1), work)
 
 
 def _combined(phases: tuple[Phase, ...], memory: tuple[float, ...], work: tuple[float, ...]) -> Phase:

@@ -61,8 +61,8 @@ def test_memory_and_flops_are_those_of_a_real_rank(tmp_path, fields, retain_gib,
 
 
 def test_two_depths_give_all_others_and_three_lengths_too(monkeypatch):
-    """A GPU's rank of 5 layers and 7 blocks, whole, against the same from 1 and 2 layers and 1 to 3 blocks."""
-    known, workload = Architecture(DENSE | {"num_hidden_layers": 5}, "a test"), Workload(256 + 7 * 768, 256)
+    """A GPU's rank of 5 layers and 25 blocks, whole, against the same from 1 and 2 layers and 10, 15 and 20 blocks."""
+    known, workload = Architecture(DENSE | {"num_hidden_layers": 5}, "a test"), Workload(256 + 25 * 768, 256)
     rank = Rank(known, replace(LEARNER, dtype="bfloat16", block_tokens=700), "opd", 2, GPUS["h200"])
     assert depths(transformers_config(known)) == (1, 2, 4)
     short = rehearse_rank(rank, workload)
@@ -70,7 +70,8 @@ def test_two_depths_give_all_others_and_three_lengths_too(monkeypatch):
     monkeypatch.setattr("skyrl_thundersync.rehearse.learner._at_length", _whole)
     for name, whole in rehearse_rank(rank, workload).items():
         for place in (DEVICE, HOST):
-            assert short[name].peak[place] == pytest.approx(whole.peak[place], rel=0.05), name
+            # states lie in chunks of 3,840 tokens here, and the extrapolation may be one off
+            assert short[name].peak[place] == pytest.approx(whole.peak[place], rel=0.1), name
         for figure in ("flops", "to_host", "host_traffic"):
             assert getattr(short[name], figure) == pytest.approx(getattr(whole, figure), rel=0.02), name
 
