@@ -1,6 +1,6 @@
 """sync, group and thundersync side by side on a workload with real learner and rollout time.
 
-    python -m benchmarks.schedules [--updates 5] [--rounds 1] [--plot FOLDER] [--json] [key=value …]
+    python -m benchmarks.schedules [--rounds 6] [--plot FOLDER] [--json] [key=value …]
 
 `skyrl-thundersync bench` with the preset `opd/bench` and what makes learner and rollouts take about equal time: the
 quickstart's student with a wider MLP whose added units are silent, so that it acts like the original at several times the
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyrl_thundersync.analysis import curves
-from skyrl_thundersync.bench import compare, points, show
+from skyrl_thundersync.bench import publish, run, summary
 from skyrl_thundersync.data.terminal_tasks import NUMBERS, WORDS, tasks
 from skyrl_thundersync.quickstart.files import TRAIN_SEED
 from skyrl_thundersync.quiet import quiet_imports
@@ -80,8 +78,8 @@ def slow_tasks(path: Path) -> Path:
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    updates: Annotated[int, typer.Option(help="Counted updates a run.", min=1)] = 5,
-    rounds: Annotated[int, typer.Option(help="Runs of each schedule, interleaved.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Counted rounds: an update under each schedule.", min=1)] = 6,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Keep the run folder here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the theory's curves with the measured points here.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -97,13 +95,8 @@ def main(
             f"data.train_data=['{slow_tasks(Path(folder) / 'tasks.jsonl')}']",
             *(overrides or []),
         ]
-        rows = compare(arguments, Path(folder), updates, rounds)
-    if plot is not None:
-        curves.plot(plot, points(rows))
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    show(rows)
+        rows = summary(run(arguments, (out or Path(folder) / "run").absolute(), rounds))
+    publish(rows, None, plot, as_json)
 
 
 if __name__ == "__main__":

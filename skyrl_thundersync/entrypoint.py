@@ -25,10 +25,11 @@ from skyrl_thundersync.machine_limits import raise_own_limits
 from skyrl_thundersync.validate import checked_config
 
 INTERRUPTED = 128 + signal.SIGINT
+EXPERIMENT = "skyrl_thundersync.hosts.experiment:ThunderSyncExperiment"
 
 
-def main() -> None:
-    """Train with the configuration on the command line.
+def main(experiment: str = EXPERIMENT) -> None:
+    """Train with the configuration on the command line. `experiment`: "module:class" of what is run.
 
     Exits 0 when done, 2 for a configuration or machine that cannot run, 130 on Ctrl-C, 1 on any other error.
     """
@@ -36,10 +37,10 @@ def main() -> None:
         cfg = checked_config(*(a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")))
     except ConfigError as error:
         raise SystemExit(tell(error)) from error
-    raise SystemExit(train(cfg))
+    raise SystemExit(train(cfg, experiment))
 
 
-def train(cfg) -> int:
+def train(cfg, experiment: str = EXPERIMENT) -> int:
     """Run the whole job; returns the exit status. Nothing is left running afterwards.
 
     130 on Ctrl-C. 128 + n on signal n of `interrupts.PREEMPTING` (SIGTERM: 143): the update that runs is dropped and, where
@@ -48,19 +49,19 @@ def train(cfg) -> int:
     raise_own_limits()
     try:
         with run_folder.owned(cfg) as remarks:
-            return _run(cfg, remarks)
+            return _run(cfg, experiment, remarks)
     except ConfigError as error:  # another run holds the folder, or has used it since it was checked
         return tell(error)
 
 
-def _run(cfg, remarks: list[str]) -> int:
+def _run(cfg, experiment: str, remarks: list[str]) -> int:
     run_dir, display = Path(cfg.thundersync.run_dir), Display(sys.__stdout__.fileno())
     for remark in remarks:
         display.say(remark)
     driver_log = run_dir / "logs" / "driver.log"
     logs.redirect(driver_log, heartbeat=False)
     try:
-        _train(cfg, run_dir, display)
+        _train(cfg, run_dir, display, experiment)
     except BaseException as error:  # noqa: B902 - reported, then turned into the exit status
         cause, whole = first_cause(error), _logged(error, driver_log)
         if isinstance(cause, Preempted):
@@ -100,15 +101,16 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
     return "\n".join(lines)
 
 
-def _train(cfg, run_dir: Path, display: Display) -> None:
+def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
     into_run_folder(run_dir)
     from skyrl.train.config import get_config_as_yaml_str
 
     from skyrl_thundersync.heartbeat import Watch, at
     from skyrl_thundersync.hosts.cluster import Cluster
-    from skyrl_thundersync.hosts.experiment import Progress, ThunderSyncExperiment
+    from skyrl_thundersync.hosts.experiment import Progress
     from skyrl_thundersync.hosts.resume import NothingLeftError
     from skyrl_thundersync.metrics import MetricsFile
+    from skyrl_thundersync.plugins import load
     from skyrl_thundersync.rollout import terminal_env
     from skyrl_thundersync.rollout.outcomes import Outcomes
     from skyrl_thundersync.sandbox.pool import SandboxPool
@@ -131,7 +133,7 @@ def _train(cfg, run_dir: Path, display: Display) -> None:
         interrupts.again()  # Ray set a handler of its own
         terminal_env.configure(pool, ts.sandbox)
         terminal_env.register_terminal_env()
-        experiment = ThunderSyncExperiment(cfg, cluster, display, run_dir)
+        experiment = load(experiment_class)(cfg, cluster, display, run_dir)
         cluster.start(experiment.tokenizer)
         trainer = experiment._setup_trainer()
         progress = Progress(display, metrics)

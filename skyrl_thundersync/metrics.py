@@ -55,6 +55,8 @@ def update_metrics(
         "thundersync/state_moved_gib": sum(d.moved_bytes for d in done) / GIB,
         "thundersync/groups_waited": len(update.admission_waits),
         "timing/admission_wait": sum(update.admission_waits),
+        "memory/learner_page_faults": sum(d.page_faults for d in done),
+        **_by_kind(update),
         **_release(update),
     }
     counts = sum((Counter(dict(d.gap_counts)) for d in done), Counter())
@@ -68,6 +70,16 @@ def update_metrics(
         metrics["opd/teacher_retries"] = teacher.retries
         metrics["opd/teacher_tokens_ratio"] = teacher.tokens_ratio
     return metrics
+
+
+def _by_kind(update: Update) -> dict[str, float]:
+    """Learner seconds by kind of work, over ranks; they add up to `timing/learner_busy`."""
+    seconds = dict.fromkeys(("timing/learner_append", "timing/learner_sweep", "timing/learner_prompt"), 0.0)
+    for span, done in zip(update.spans, update.acknowledged, strict=True):
+        own = "timing/learner_append" if span.kind == "append" else "timing/learner_sweep"
+        seconds[own] += done.seconds - done.prompt_seconds
+        seconds["timing/learner_prompt"] += done.prompt_seconds
+    return seconds
 
 
 def _release(update: Update) -> dict[str, float]:

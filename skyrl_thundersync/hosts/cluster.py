@@ -27,7 +27,7 @@ from skyrl_thundersync.durable import seal_claimed
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.heartbeat import gone, named
 from skyrl_thundersync.host_defaults import uses_cuda
-from skyrl_thundersync.hosts.learners import Learners
+from skyrl_thundersync.hosts.learners import Learners, require_kept
 from skyrl_thundersync.inputs import longest_sampled
 from skyrl_thundersync.interrupts import apart
 from skyrl_thundersync.machine_limits import available_memory, update_disk, update_memory
@@ -204,6 +204,11 @@ class Cluster:
     def _disk(self) -> Check:
         return update_disk(self._run_dir, self._published_bytes + self._kept_bytes)
 
+    async def rest(self) -> None:
+        """The teacher has done all it was asked, the freeing of closed trajectories included."""
+        if self._teacher:
+            await self._teacher.stats()
+
     async def settle(self) -> None:
         """Every rank is there and holds its part of the batch; one that died since its last work is started again."""
         await self._learners.settle()
@@ -246,6 +251,21 @@ class Cluster:
     def save_learners(self, folder: Path) -> list[dict]:
         """Every rank writes its part of a checkpoint; what each says of it (learner/checkpoint.py), in rank order."""
         return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners.actors])
+
+    def keep_learners(self, folder: Path) -> dict:
+        """As `save_learners`, for this process's own use: not flushed. Returns what `load_learners` takes as `saved`."""
+        parts = ray.get([actor.keep.remote(str(folder)) for actor in self._learners.actors])
+        require_kept(folder, parts)
+        return {**parts[0], "ranks": len(parts)}
+
+    def learner_stats(self) -> list[dict]:
+        """What every rank says of itself (`LearnerRank.stats`), in rank order."""
+        return ray.get([actor.stats.remote() for actor in self._learners.actors])
+
+    def use_schedule(self, schedule: str) -> None:
+        """Follow another schedule from the next update on. Call it between updates."""
+        self._cfg.thundersync.schedule = schedule
+        self._learners.follow_schedule()
 
     def load_learners(self, folder: Path, saved: dict, version: int) -> None:
         """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""

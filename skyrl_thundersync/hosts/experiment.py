@@ -47,6 +47,8 @@ class Progress(TrainingCallback):
 class ThunderSyncExperiment(BasePPOExp):
     """SkyRL's experiment with this plugin's generator, trainer and, without GPUs, its rollout engine."""
 
+    trainer_class = ThunderSyncTrainer
+
     def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path) -> None:
         self._cluster, self._display, self._run_dir = cluster, display, run_dir
         super().__init__(cfg)
@@ -107,7 +109,7 @@ class ThunderSyncExperiment(BasePPOExp):
         self, cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg
     ):
         recorder = Recorder(self._run_dir / "record") if cfg.thundersync.record else None
-        return ThunderSyncTrainer(
+        return self.trainer_class(
             cfg=cfg,
             tracker=tracker,
             tokenizer=tokenizer,

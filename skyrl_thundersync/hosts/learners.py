@@ -103,6 +103,10 @@ class Learners:
             if generation == self._generation:
                 return answer
 
+    def follow_schedule(self) -> None:
+        """The configuration's schedule is another one from the next batch on."""
+        ray.get([actor.set_block_tokens.remote(block_tokens(self._cfg)) for actor in self.actors])
+
     def keep(self, version: int) -> None:
         """Every rank copies its shard as that of θ_version, before any work that it is given later; returns at once."""
         if self._most_restarts:
@@ -174,9 +178,7 @@ class Learners:
 
     def _start(self) -> list:
         ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
-        settings = ts.learner
-        if ts.schedule != "thundersync":  # what runs after the rollouts
-            settings = replace(settings, block_tokens=WHOLE_TRAJECTORY)
+        settings = replace(ts.learner, block_tokens=block_tokens(self._cfg))
         optimizer, lora = policy.optimizer_config, policy.model.lora
         port = free_port()
         options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
@@ -222,6 +224,12 @@ def require_kept(folder: Path, saved: list[dict[str, Any]]) -> None:
         if size != shard["bytes"]:
             there = "is not there" if size is None else f"has {size} bytes, {shard['bytes']} were written"
             raise NotWrittenError(f"the copy that a restart needs is not whole: {path} {there}")
+
+
+def block_tokens(cfg: TrainConfig) -> int:
+    """The option, for the schedule that works while trajectories grow; whole trajectories for those that do not."""
+    ts = cfg.thundersync
+    return ts.learner.block_tokens if ts.schedule == "thundersync" else WHOLE_TRAJECTORY
 
 
 class Journal:

@@ -6,6 +6,7 @@ ranks must call once a batch (DESIGN: one synchronous step per update, PAPER.md 
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Mapping
@@ -151,7 +152,7 @@ class LearnerRank:
         return done
 
     def _run(self, work: Work, closing: set) -> WorkDone:
-        start, states = time.perf_counter(), self.segments.states
+        start, faults, states = time.perf_counter(), page_faults(), self.segments.states
         name, moved = _name(work), states.moved
         try:
             if isinstance(work, Append):
@@ -178,6 +179,8 @@ class LearnerRank:
             start,
             states.held,
             states.moved - moved,
+            tally.prompt_seconds,
+            page_faults() - faults,
         )
 
     def _check_version(self, work: Append) -> None:
@@ -228,6 +231,12 @@ class LearnerRank:
         self.forest.clear()
         self._begin_batch()
 
+    def set_block_tokens(self, block_tokens: int) -> None:
+        """From now on; between batches. Raises RuntimeError when groups are open."""
+        if self.forest.groups:
+            raise RuntimeError(f"block_tokens cannot change with {', '.join(self.forest.open_names())} open")
+        self.forest.block = block_tokens
+
     def _begin_batch(self) -> None:
         self.accumulator.clear()
         self.n_scored, self._version = 0, None
@@ -249,7 +258,11 @@ class LearnerRank:
 
     def stats(self) -> dict:
         """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (learner/student.py),
-        kernel: the attention's, and why it was chosen."""
+        kernel: the attention's, and why it was chosen.
+
+        Also cores (those that the process may use) and threads (torch's), and parameters: the checksum of those that the
+        last step or checkpoint left.
+        """
         cuda = self.segments.device.type == "cuda"
         return {
             "busy_seconds": self.busy_seconds,
@@ -257,6 +270,9 @@ class LearnerRank:
             "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "cut_gap": self.cut_gap,
             "kernel": f"{self.kernel.name} ({self.kernel.why})",
+            "cores": sorted(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "parameters": self._published,
         }
 
     def require_frozen(self) -> None:
@@ -267,6 +283,11 @@ class LearnerRank:
     def parameters_replaced(self) -> None:
         """All of them were set from a checkpoint: what comes next is a publication of these."""
         self._published = checksum(self.model)
+
+
+def page_faults() -> int:
+    """Minor page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _name(work: Work) -> str:

@@ -160,8 +160,9 @@ class Forest:
             weight_of = dict(zip(sorted(group.rewards), self.objective.weights(rewards), strict=True))
             for sample in sorted(group.waiting):
                 self._sweep_finished(group, group.waiting[sample], weight_of[sample], tally)
-        for node in reversed(group.nodes):
-            self._backward(node, None, 0, tally)
+        with tally.on_prompt():
+            for node in reversed(group.nodes):
+                self._backward(node, None, 0, tally)
         self.groups.pop(work.group, None)
         return tally
 
@@ -174,10 +175,11 @@ class Forest:
             )
         if group.prompt is None:
             group.prompt, parent = ids, None
-            for part in pieces(len(ids) - 1, self.block):
-                parent = self.model.segment(parent, list(ids[part]), None, shared=True, exact=self.exact)
-                group.nodes.append(parent)
-                self._run_path([parent], tally)
+            with tally.on_prompt():
+                for part in pieces(len(ids) - 1, self.block):
+                    parent = self.model.segment(parent, list(ids[part]), None, shared=True, exact=self.exact)
+                    group.nodes.append(parent)
+                    self._run_path([parent], tally)
         shared = next((i for i, (a, b) in enumerate(zip(group.prompt, ids, strict=False)) if a != b), None)
         shared = min(len(group.prompt), len(ids)) if shared is None else shared
         for node in group.nodes:

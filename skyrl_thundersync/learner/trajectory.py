@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +25,14 @@ class Tally:
     sum_logp_gap: float = 0.0
     max_logp_gap: float = 0.0
     gap_counts: Counter[int] = field(default_factory=Counter)
+    prompt_seconds: float = 0.0
+
+    @contextmanager
+    def on_prompt(self) -> Iterator[None]:
+        """What runs inside is work on the group's shared prompt."""
+        start = time.perf_counter()
+        yield
+        self.prompt_seconds += time.perf_counter() - start
 
 
 @dataclass

@@ -45,6 +45,7 @@ __all__ = [
     "configure",
     "parse_action",
     "register_terminal_env",
+    "settle",
 ]
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,12 @@ def configure(pool: SandboxPool, config: SandboxConfig) -> None:
     """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout."""
     global _pool, _config
     _pool, _config = pool, config
+
+
+def settle() -> None:
+    """Wait until the pool starts nothing ahead of episodes. Nothing to wait for before `configure`."""
+    if _pool is not None:
+        _pool.settle()
 
 
 def register_terminal_env() -> None:

@@ -99,6 +99,10 @@ class SandboxPool:
         sandbox.on_close = lambda: self._forget(name)
         return sandbox
 
+    def settle(self) -> None:
+        """Wait until no sandbox is being started ahead: what follows finds as many as it ever would."""
+        self._warm.settle()
+
     @property
     def open_count(self) -> int:
         """Sandboxes made and not closed."""

@@ -82,6 +82,11 @@ class WarmSandboxes:
         call_all("closing sandboxes that nobody asked for", [left.close for left in surplus])
         return sandbox
 
+    def settle(self) -> None:
+        """Wait until nothing is being started, and nothing will be before one is taken or announced."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._starting is None and not self._due()))
+
     def close(self) -> None:
         """End the thread and every sandbox that was not taken.
 
@@ -120,7 +125,7 @@ class WarmSandboxes:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._wished() and len(self._ready) < self._room))
+                self._changed.wait_for(lambda: self._closed or self._due())
                 if self._closed:
                     return
                 kind = self._starting = self._expected.popleft() if self._expected else self._plain
@@ -140,5 +145,5 @@ class WarmSandboxes:
                         self._ready.append((kind, sandbox, time.monotonic()))
                     self._changed.notify_all()
 
-    def _wished(self) -> bool:
-        return bool(self._expected) or self._keep_plain
+    def _due(self) -> bool:
+        return (bool(self._expected) or self._keep_plain) and len(self._ready) < self._room

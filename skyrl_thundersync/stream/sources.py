@@ -130,6 +130,8 @@ class WorkDone:
         started: when the rank began with it, seconds of its machine's monotonic clock.
         held_bytes: cut states and adjoints that the rank holds after it, in device and host memory.
         moved_bytes: of them, how many moved to host memory or back with it.
+        prompt_seconds: of `seconds`, those that went into the group's shared prompt: its one forward and its sweep.
+        page_faults: minor page faults of the rank's process meanwhile: pages of memory that were new to it.
     """
 
     seconds: float
@@ -141,3 +143,5 @@ class WorkDone:
     started: float = 0.0
     held_bytes: int = 0
     moved_bytes: int = 0
+    prompt_seconds: float = 0.0
+    page_faults: int = 0
