@@ -31,7 +31,7 @@ test-docker: env
 	@trap 'scripts/docker_engine.sh down' EXIT; \
 	    THUNDERSYNC_REQUIRE_DOCKER=1 $(VENV)/bin/python -m pytest tests/sandbox -q
 
-# Same job under three schedules, and the figures that compare them.
+# One run that learns each batch under three schedules in turn, and the figures that compare them (some ten minutes).
 bench: env
 	@scripts/system_deps.sh
 	$(VENV)/bin/python -m benchmarks.schedules

@@ -1,6 +1,7 @@
 """A rank's life: LoRA, saving, aborted batches, finish's refusals, bad input, models without an exact cut."""
 
 import dataclasses
+import mmap
 import os
 import random
 import shutil
@@ -128,6 +129,35 @@ def test_bad_sources_are_named(rank):
         rank.run(second)
     with pytest.raises(ValueError, match="g_0 is closed already"):
         rank.run(CloseTrajectory(T0, 1.0))
+
+
+def test_each_item_tells_its_seconds_on_the_prompt_and_its_page_faults(rank):
+    pages = 1000
+
+    def touch(gradient):
+        fresh = mmap.mmap(-1, pages * mmap.PAGESIZE)
+        fresh.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(pages):
+            fresh[page * mmap.PAGESIZE] = 1
+
+    first, second = some()
+    handle = next(rank.model.parameters()).register_hook(touch)
+    done = [rank.run(work) for work in (first, second, CloseTrajectory(T0, 1.0), CloseGroup("g"))]
+    handle.remove()
+    assert [d.prompt_seconds > 0 for d in done] == [True, False, False, True]
+    assert all(d.prompt_seconds < d.seconds for d in done)
+    assert done[2].page_faults >= pages and done[3].page_faults >= pages, "each ran a backward"
+
+
+def test_the_block_changes_between_batches_only(rank):
+    first, second = some()
+    rank.set_block_tokens(2**31)
+    rank.run(first)
+    with pytest.raises(RuntimeError, match="block_tokens cannot change with trajectory g_0, group g open"):
+        rank.set_block_tokens(0)
+    for work in (second, CloseTrajectory(T0, 1.0), CloseGroup("g")):
+        rank.run(work)
+    rank.set_block_tokens(0)
 
 
 def test_a_trajectory_without_turns_closes(rank):

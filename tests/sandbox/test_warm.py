@@ -105,6 +105,28 @@ def test_the_plain_kind_is_kept_once_it_is_used(make_warm, live):
     wait_until(lambda: warm.ready_count == 3)
 
 
+def test_settled_is_when_all_that_is_kept_ahead_is_there(make_warm, live):
+    warm = make_warm(3, slowly(live, 0.1))
+    warm.settle()
+    assert warm.ready_count == 0, "nobody has asked for any"
+    assert take(warm, PLAIN) is None
+    for _ in range(2):
+        warm.settle()
+        assert warm.ready_count == 3
+        take(warm, PLAIN)
+
+
+def test_a_start_that_fails_does_not_keep_it_from_settling(make_warm):
+    def start(kind):
+        raise SandboxError("no engine")
+
+    warm = make_warm(2, start)
+    warm.expect(OTHER)
+    warm.expect(PLAIN)
+    warm.settle()
+    assert warm.ready_count == 0
+
+
 def test_one_that_waited_too_long_is_replaced(make_warm, live, monkeypatch):
     warm = make_warm(1)
     warm.expect(OTHER)
