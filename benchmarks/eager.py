@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from skyrl_thundersync.learner.segments import Segment
 from skyrl_thundersync.learner.sweep import Forest
-from skyrl_thundersync.learner.trajectory import Tally
+from skyrl_thundersync.learner.trajectory import Tally, Trajectory
 
 
 class EagerForest(Forest):
@@ -23,6 +23,10 @@ class EagerForest(Forest):
         if forest.objective.needs_group:
             raise ValueError("eager release needs an objective whose sources are complete on arrival")
         return cls(forest.model, forest.objective, forest.block, forest.budget, forest.accumulator)
+
+    def run_ahead(self, trajectory: Trajectory, tally: Tally) -> None:
+        self._make(trajectory, len(trajectory.tokens) - 1)
+        self._run_path(trajectory.leaf.path(), tally)
 
     def arrive(self, segment: Segment, tally: Tally) -> None:
         graph = self.model.forward(segment, grad=True)

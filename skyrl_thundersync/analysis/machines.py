@@ -2,14 +2,14 @@
 
 A replica batches continuously: one decode step costs `a + b · running` seconds and gives every running request one token;
 prefill stalls it. A teacher scores in arrival order. A learner rank pays what DESIGN.md §3 lists, by the rules of
-learner/sweep.py: turns wait for each other until a block is worth a forward, close sweeps, graphs are kept within a budget.
+learner/sweep.py: turns wait for each other until a block is worth a forward, close sweeps, graphs are kept within a budget,
+and what finds no room there waits for its sweep.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,7 +190,7 @@ class Learner:
         self._forward_s = 1 / machine.learner_rate / (1 + BACKWARD)
         self._past_s = 0.0 if machine.past_tokens is None else self._forward_s / machine.past_tokens
         self._groups: dict[str, _Group] = {}
-        self._kept: deque[tuple[_Path, int, float]] = deque()
+        self._piece = max(self._block, machine.retain_tokens // 2)
         self._kept_tokens = 0
         self.state_tokens = self.state_tokens_peak = self.groups_peak = self.statistics_peak = 0
         self._statistics: set[str] = set()
@@ -235,51 +235,48 @@ class Learner:
         if path is None:
             if group.prompt is None:
                 group.prompt = _Path(pending=len(source.context_ids))
-                seconds += self._forward(group.prompt)
+                seconds += self._forward(group.prompt, group.prompt.pending)
             path = group.open[source.trajectory.sample] = _Path(past=group.prompt.run)
         else:
             path.pending += len(source.context_ids)
         path.pending += len(source.action_ids)
         if not closing and path.pending >= self._block:
-            seconds += self._forward(path)
+            whole = not self._machine.block_tokens or self._kept_tokens + path.pending <= self._machine.retain_tokens
+            seconds += self._forward(path, path.pending if whole else self._before_last_piece(path))
         return seconds
 
-    def _cost(self, path: _Path) -> float:
-        """Seconds of one forward over what is pending: each token, and its attention over what is before it."""
-        return path.pending * (self._forward_s + self._past_s * (path.past + path.pending / 2))
+    def _before_last_piece(self, path: _Path) -> int:
+        """Pending tokens that a close forwards for their state, before the piece that it sweeps at once."""
+        count = max(1, path.pending // self._piece)
+        return path.pending * (int(count) - 1) // int(count)
 
-    def _forward(self, path: _Path) -> float:
-        seconds, tokens = self._cost(path), path.pending
+    def _cost(self, path: _Path, tokens: int) -> float:
+        """Seconds of one forward over the first pending `tokens`: each token, and its attention over what is before it."""
+        return tokens * (self._forward_s + self._past_s * (path.past + tokens / 2))
+
+    def _forward(self, path: _Path, tokens: int) -> float:
+        if not tokens:
+            return 0.0
+        seconds = self._cost(path, tokens)
         path.past += tokens
         path.run += tokens
         path.run_s += seconds
-        path.pending = 0
+        path.pending -= tokens
         self._hold(tokens)
-        if 0 < tokens <= self._machine.retain_tokens:
+        if self._kept_tokens + tokens <= self._machine.retain_tokens:
             path.kept += tokens
             path.kept_s += seconds
-            self._kept.append((path, tokens, seconds))
             self._kept_tokens += tokens
-            while self._kept_tokens > self._machine.retain_tokens:
-                self._drop_oldest()
         return seconds
-
-    def _drop_oldest(self) -> None:
-        path, tokens, seconds = self._kept.popleft()
-        if path.kept:  # a swept path gave its graphs back then
-            path.kept -= tokens
-            path.kept_s -= seconds
-            self._kept_tokens -= tokens
 
     def _sweep(self, path: _Path) -> float:
         """Backward of everything; before it the forward of what is pending, and again of what was run but not kept."""
-        last = self._cost(path)
+        seconds = self._forward(path, self._before_last_piece(path))
+        last = self._cost(path, path.pending)
         self._hold(path.pending)
         self.state_tokens -= path.run + path.pending
         self._kept_tokens -= path.kept
-        seconds = (last + path.run_s) * BACKWARD + last + max(0.0, path.run_s - path.kept_s)
-        path.kept = 0
-        return seconds
+        return seconds + (last + path.run_s) * BACKWARD + last + max(0.0, path.run_s - path.kept_s)
 
     def _hold(self, tokens: int) -> None:
         self.state_tokens += tokens

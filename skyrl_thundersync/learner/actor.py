@@ -1,10 +1,10 @@
 """A learner rank as a Ray actor class. Use `ray.remote(LearnerActor).options(...).remote(spec)`."""
 
-import ctypes
 import os
 
 from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, export, keep_rank, load_rank, save_rank
+from skyrl_thundersync.learner.heap import keep_pages
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.logs import redirect
 from skyrl_thundersync.stream.ledger import work_name
@@ -27,14 +27,9 @@ class LearnerActor(LearnerRank):
             # On Linux of this thread and of those it starts, torch's among them; Ray's own threads stay as they are.
             os.nice(CPU_NICENESS)
         super().__init__(spec)
+        if spec.device == "cpu":  # after the loading, whose copies go back
+            keep_pages()
         at("waiting for work")
-
-    def run_many(self, works: list[Work]) -> list[WorkDone]:
-        if self.batch_is_new:
-            # Segments of all lengths leave holes in the heap, some 70 MiB with the quickstart's. Taken back here, beside the
-            # rollouts, in some milliseconds.
-            ctypes.CDLL(None).malloc_trim(0)
-        return super().run_many(works)
 
     def _run(self, work: Work, *how) -> WorkDone:
         with doing(f"{'forward' if isinstance(work, Append) else 'sweep'} of {work_name(work)}"):

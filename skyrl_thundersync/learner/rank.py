@@ -130,11 +130,6 @@ class LearnerRank:
     def _causal_lm(self) -> torch.nn.Module:
         return self.model.get_base_model() if self.spec.lora else self.model
 
-    @property
-    def batch_is_new(self) -> bool:
-        """Whether no source of the running batch has come yet."""
-        return self._version is None
-
     def run(self, work: Work) -> WorkDone:
         """Do one work item. Raises naming the source, trajectory or group at fault; the parameters stay as they were."""
         return self.run_many([work])[0]

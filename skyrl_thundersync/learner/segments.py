@@ -87,8 +87,13 @@ class Segment:
     graph: Graph | None = None
 
     @property
+    def length(self) -> int:
+        """Its inputs."""
+        return self.ids_1n.shape[1]
+
+    @property
     def end(self) -> int:
-        return self.start + self.ids_1n.shape[1]
+        return self.start + self.length
 
     def path(self) -> list[Segment]:
         """Root first, this segment last."""

@@ -104,10 +104,8 @@ class Forest:
         scores = work.scores if work.scores is not None else [0.0] * len(source.action_ids)
         trajectory.extend(source.action_ids, source.mask, scores, source.sampler_logps, source.name)
         trajectory.n_scored += source.n_scored
-        waiting = len(trajectory.tokens) - 1 - trajectory.run
-        if not closing and waiting >= max(self.block, 1):
-            self._make(trajectory, len(trajectory.tokens) - 1)
-            self._run_path(trajectory.leaf.path(), tally)
+        if not closing and len(trajectory.tokens) - 1 - trajectory.run >= max(self.block, 1):
+            self.run_ahead(trajectory, tally)
         return tally
 
     def close_trajectory(self, work: CloseTrajectory) -> Tally:
@@ -223,9 +221,27 @@ class Forest:
             if not segment.run:
                 self.arrive(segment, tally)
 
+    def run_ahead(self, trajectory: Trajectory, tally: Tally) -> None:
+        """Forward of an open trajectory what need not be forwarded again for it (or all, where turns do not wait).
+
+        That is all that is pending where its graph can be kept until the sweep. Else it is what lies before the last piece: a
+        close would have to forward that for its state too, while the last piece's own forward is its sweep's.
+        """
+        start, pending = trajectory.run, len(trajectory.tokens) - 1 - trajectory.run
+        *_, last = pieces(pending, self.budget.piece(self.block))
+        whole = not self.block or self.budget.admits(pending, start)
+        if self.exact:  # bounds follow from the trajectory alone, so the last piece is made, but not run
+            self._make(trajectory, start + pending)
+            path = trajectory.leaf.path()
+            self._run_path(path if whole else path[:-1], tally)
+            return
+        self._make(trajectory, start + (pending if whole else last.start))
+        if trajectory.leaf is not None:
+            self._run_path(trajectory.leaf.path(), tally)
+
     def arrive(self, segment: Segment, tally: Tally) -> None:
-        """A segment's first forward, before its trajectory closes."""
-        keep = self.budget.admits(segment)
+        """A segment's first forward, before its sweep."""
+        keep = self.budget.admits(segment.length, segment.start)
         graph = self.model.forward(segment, grad=keep)
         if keep:
             self.budget.keep(segment, graph)

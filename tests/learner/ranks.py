@@ -8,16 +8,17 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import tempfile
 
 import torch
-from plain import batch, interleave, settings
+from plain import batch, interleave, settings, trajectory
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, free_port
-from skyrl_thundersync.stream.sources import Append, group_of
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, group_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)
 CASES = list(itertools.product((1, 2), (False, True), ("float32", "bfloat16")))
@@ -27,7 +28,7 @@ PROBE = list(range(3, 40))
 
 def spec(folder: str, rank: int, world: int, port: int, lora=None, optimizer=OPTIMIZER, **changes) -> RankSpec:
     return RankSpec(
-        folder, rank, world, "127.0.0.1", port, settings(block_tokens=4, **changes), "opd", optimizer, lora=lora
+        folder, rank, world, "127.0.0.1", port, settings(**{"block_tokens": 4, **changes}), "opd", optimizer, lora=lora
     )
 
 
@@ -214,3 +215,23 @@ def still(folder: str, rank: int, world: int, port: int) -> list:
             (sum(d.sum_logp_gap for d in done), max(d.max_logp_gap for d in done), learner.finish()["grad_norm"])
         )
     return found
+
+
+def page_faults(folder: str, rank: int, world: int, port: int) -> tuple[list[int], int]:
+    """Minor page faults of each of four batches of an actor, and the most pages that their kept graphs took."""
+    learner = LearnerActor(
+        spec(folder, rank, world, port, dtype="float32", optimizer=None, block_tokens=64, retain_gib=1.0)
+    )
+    rng, works = random.Random(0), []
+    for sample in range(5):
+        works += trajectory(rng, "g", sample, (1, 2, 3), [{"context": 60, "action": 60}] * 4)
+    works += [CloseTrajectory(TrajectoryId("g", sample), 1.0) for sample in range(5)] + [CloseGroup("g")]
+    faults, most = [], 0
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for work in works:
+            learner.run_many([work])
+            most = max(most, sum(learner.forest.budget.kept.values()))
+        learner.abort_batch()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults, most // resource.getpagesize()

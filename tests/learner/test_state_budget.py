@@ -59,7 +59,8 @@ def one_rank(folder, *args, **changes):
 @pytest.mark.parametrize("share", [0, 0.5])
 def test_moved_states_give_the_same_bits(folder_of, family, objective, share):
     works = interleave(batch(seed=22, groups=2, samples=3), 0)
-    rank = make_rank(folder_of(family), objective, block_tokens=4, retain_gib=2e-4)
+    # Room for every graph: else where segments end depends on what found room.
+    rank = make_rank(folder_of(family), objective, block_tokens=4, retain_gib=1.0)
     free, done = gradient_of(rank, works)
     limit = int(share * max(d.held_bytes for d in done))
     tight, done = gradient_of(budgeted(rank, limit), works)
