@@ -25,8 +25,8 @@ class LearnerConfig(BaseConfig):
     block_tokens: int = 640
     """Turns wait for each other until this many new tokens are worth one forward pass."""
     retain_gib: float = 1.0
-    """Budget in GiB per rank for autograd graphs kept from arrival to sweep. What finds no room waits for its sweep, which may
-    take as much again while it runs."""
+    """Budget in GiB per rank for autograd graphs kept from arrival to sweep. What finds no room waits for its sweep, which
+    may take as much again while it runs."""
     graph_gib: Optional[float] = None
     """Largest autograd graph of one pass, in GiB. A segment with a larger one keeps the inputs of its layers alone, which run
     again in the backward: a third more work for it, in a small part of the memory. Default: no limit."""

@@ -45,7 +45,7 @@ def test_no_token_is_forwarded_twice_where_the_budget_is_full(folder_of, seed, a
     """Five open trajectories, room for the graphs of two; each is shorter than what one sweep may take at once."""
     works = interleave(talks(5, 2), seed)
     rank = make_rank(folder_of("qwen3"), block_tokens=10, retain_gib=1.0, dtype="float32", accumulator=accumulator)
-    rank.forest.budget.budget = int(60 * rank.forest.budget.per_token)
+    rank.forest.budget.budget = int(60 * rank.segments.graph_size.per_token)
     segments, done = forwarded(rank, works)
     assert segments == done == 5 * (7 + 12)
     plain, _ = plain_gradient(folder_of("qwen3"), works, torch.float32)
@@ -72,7 +72,7 @@ def test_gradients_are_the_same_whatever_finds_room(folder_of, family, seed):
     plain, _ = plain_gradient(folder_of(family), works)
     rank = make_rank(folder_of(family), block_tokens=3, retain_gib=1.0)
     for tokens in (0, 6, 20):
-        rank.forest.budget.budget = int(tokens * rank.forest.budget.per_token)
+        rank.forest.budget.budget = int(tokens * rank.segments.graph_size.per_token)
         for work in works:
             rank.run(work)
         assert distance(rank.gradient(), plain) <= 1e-12
