@@ -151,6 +151,8 @@ class ThunderSyncConfig(BaseConfig):
     from the beginning (`trainer.resume_mode=none`), which is refused otherwise. Files of any other kind stay."""
     record: bool = False
     """Keep every logical batch (ids, masks, scores, rewards, arrival order) under `run_dir/record` for exact replay."""
+    rollouts_mib: float = 64.0
+    """Most that the readable training rollouts in `run_dir/rollouts` take, in MiB; the oldest updates' go first. 0: none."""
     hang_timeout_s: float = 120.0
     """An actor whose process shows no sign of life for so long ends the run with an error that names it; its stacks are in
     its log. Processes on other machines than the driver's are not watched."""

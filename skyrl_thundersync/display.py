@@ -90,6 +90,10 @@ class Display:
         """One line of prose; rich markup allowed."""
         self._console.print(text)
 
+    def warn(self, text: str) -> None:
+        """What a person should look into; plain text."""
+        self._console.print(f"warning: {text}", style="yellow", markup=False)
+
     def update(self, step: int, total: int, m: dict[str, float]) -> None:
         """The progress line of one update, from its metrics, in place of its live one."""
         self.end()

@@ -39,6 +39,7 @@ def update_metrics(
         "thundersync/work_items": len(done),
         "thundersync/work_before_rollouts_ended": update.done_before_rollouts_ended,
         "thundersync/stepped": float(finish["stepped"]),
+        "policy/entropy": update.ledger.entropy,
         "policy/grad_norm": finish["grad_norm"],
         "policy/clipped": float(finish["clipped"]),
         "policy/lr": finish["lr"],

@@ -288,6 +288,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoints are flushed and renamed, which object stores cannot do",
         "Name a folder that every node mounts",
     ),
+    _at_least("thundersync.rollouts_mib", 0, "MiB"),
     _at_least("thundersync.hang_timeout_s", 5, "seconds"),
     _at_least("thundersync.learner.ranks", 1, "rank"),
     _at_least("thundersync.learner.block_tokens", 1, "token"),

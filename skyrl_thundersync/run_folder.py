@@ -34,7 +34,7 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 """What flock says on a filesystem that keeps no locks."""
 PATIENCE_S = 1.0
 """A check looks at the lock for some microseconds: a run that starts meanwhile tries again."""
-METRICS, RECORD = "metrics.jsonl", "record"
+METRICS, RECORD, ROLLOUTS = "metrics.jsonl", "record", "rollouts"
 WRITTEN = (
     "config.yaml",
     METRICS,
@@ -43,6 +43,8 @@ WRITTEN = (
     "logs/*.status",
     "trace/events.jsonl",
     f"{RECORD}/batch_*",
+    f"{ROLLOUTS}/step-*.jsonl",
+    f"{ROLLOUTS}/tasks.json",
     "tensorboard/**/events.out.tfevents.*",
     "wandb",
     "swanlab",
@@ -228,7 +230,8 @@ def _made_ready(cfg: TrainConfig) -> list[str]:
         raise ConfigError(str(error)) from error
     rows = _cut(run / METRICS, step)
     batches = [path for path in run.glob(f"{RECORD}/batch_*") if int(path.name[6:12]) >= version]
-    for path in batches:
+    talks = [path for path in run.glob(f"{ROLLOUTS}/step-*.jsonl") if int(path.stem[5:]) > step]
+    for path in (*batches, *talks):
         path.unlink()
     if not rows and not batches:
         return []

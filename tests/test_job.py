@@ -1,5 +1,6 @@
 """The whole job on real parts: SkyRL's loop, vLLM, the teacher, sandboxes, two learner ranks, DeepSpeed."""
 
+import json
 import re
 
 import pytest
@@ -49,6 +50,20 @@ def test_metrics_agree_with_what_was_recorded(trained):
         assert row["opd/teacher_tokens_ratio"] <= 1.1
         assert row["logprob_gap/max"] < 1e-3
         assert row["thundersync/work_before_rollouts_ended"] > 0
+
+
+def test_what_the_agents_did_can_be_read(trained):
+    batches = load_batches(trained.run_dir / "record")
+    for step, (row, batch) in enumerate(zip(trained.updates(), batches, strict=True), 1):
+        file = trained.run_dir / "rollouts" / f"step-{step:06d}.jsonl"
+        talks = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        closed = [work for work in batch.work if isinstance(work, CloseTrajectory)]
+        assert len(talks) == len(closed)
+        assert all(any(by == "policy" and text for by, text in talk["parts"]) for talk in talks)
+        assert row["success/terminal"] == pytest.approx(sum(talk["solved"] for talk in talks) / len(talks))
+        sources = [work.source for work in batch.work if isinstance(work, Append)]
+        scored = [p for s in sources for p, by in zip(s.sampler_logps, s.mask, strict=True) if by]
+        assert row["policy/entropy"] == pytest.approx(-sum(scored) / len(scored))
 
 
 PARTS = (

@@ -19,6 +19,7 @@ from skyrl_thundersync.metrics import MetricsFile
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.rollout.plain_contents import PlainContents
+from skyrl_thundersync.rollout_log import RolloutLog
 
 
 class Progress(TrainingCallback):
@@ -103,6 +104,7 @@ class ThunderSyncExperiment(BasePPOExp):
             tokenizer=tokenizer,
             policy_model_name=resolve_policy_model_name(cfg),
             outcomes=Outcomes(cfg.thundersync.outcomes),
+            log=RolloutLog(self._run_dir, int(cfg.thundersync.rollouts_mib * 2**20)),
         )
 
     def get_trainer(

@@ -33,6 +33,7 @@ from skyrl_thundersync.metrics import step_metrics, update_metrics
 from skyrl_thundersync.rollout.generator import GuardedGenerator
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
+from skyrl_thundersync.rollout_log import RolloutLog, played
 from skyrl_thundersync.stream.sources import TrajectoryId
 from skyrl_thundersync.trainer import Update
 
@@ -47,9 +48,9 @@ class StreamingGenerator(GuardedGenerator):
     on_closed: Callable[[TrajectoryId, float | None, int], None] | None = None
     on_last_turn: Callable[[TrajectoryId], None] | None = None
 
-    def __init__(self, *args, outcomes: Outcomes, **kwargs) -> None:
+    def __init__(self, *args, outcomes: Outcomes, log: RolloutLog | None = None, **kwargs) -> None:
         super().__init__(*args, crash_stops=outcomes.stops("crash"), **kwargs)
-        self._outcomes = outcomes
+        self._outcomes, self.log = outcomes, log
 
     def _setup_env_extras(self, env_class, env_extras, sampling_params, host_id):
         extras = super()._setup_env_extras(env_class, env_extras, sampling_params, host_id)
@@ -63,8 +64,8 @@ class StreamingGenerator(GuardedGenerator):
 
         return {**extras, "on_last_turn": on_last_turn}
 
-    async def agent_loop(self, *args, **kwargs):
-        episode = partial(super().agent_loop, *args, **kwargs)
+    async def agent_loop(self, prompt, env_class, env_extras, *args, **kwargs):
+        episode = partial(super().agent_loop, prompt, env_class, env_extras, *args, **kwargs)
         training = self.on_closed is not None and kwargs.get("training_phase") != TRAINING_PHASE_EVAL
         host_id = kwargs.get("trajectory_id")
         output = await (self._outcomes.play(str(host_id), episode) if training else episode())
@@ -72,6 +73,8 @@ class StreamingGenerator(GuardedGenerator):
             reward = self._outcomes.reward(output.reward, output.env_metrics)
             output.reward = reward or 0.0
             self.on_closed(TrajectoryId(host_id.instance_id, host_id.repetition_id), reward, sum(output.loss_mask))
+            if self.log is not None:
+                self.log.add(played(self.tokenizer, host_id, env_class, env_extras, output, reward))
         return output
 
 
@@ -116,6 +119,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         super().__init__(*args, **kwargs)
         self._cluster, self._display, self._recorder = cluster, display, recorder
         self._update: Update | None = None
+        self._warnings: list[str] = []
         self._began = 0.0
         self.add_callback(_StepStart())
         self._cost, self._peak = flop_cost(self.cfg, display), peak_flops(self.cfg)
@@ -187,6 +191,9 @@ class ThunderSyncTrainer(RayPPOTrainer):
         status = update_metrics(
             self._update, finish, time.perf_counter() - start, self._cluster.teacher_counts(), self._cost
         )
+        if self.generator.log is not None:
+            earned, self._warnings = self.generator.log.end(self.global_step)
+            status |= earned
         self.all_metrics.update(status)
         return status
 
@@ -212,6 +219,9 @@ class ThunderSyncTrainer(RayPPOTrainer):
             ranks = len(self._cluster.ranks)
             self.all_metrics.update(step_metrics(self.all_metrics, publish_s, step_s, ranks, self._peak))
             self._display.update(self.global_step, self.total_training_steps, self.all_metrics)
+            for warning in self._warnings:
+                self._display.warn(f"update {self.global_step}: {warning}")
+            self._warnings = []
             self._update = None
 
 

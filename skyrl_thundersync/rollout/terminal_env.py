@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 ENV_ID = "terminal"
 OF_GENERATOR = ("thought_opened", "on_last_turn")
 """Extras that are no fields of a row."""
+LEAST_VERIFIER_S = 0.1
+"""What a verifier gets however long its agent took: a trajectory is graded, or said not to have been."""
 SETUP_TIMEOUT_S = 300.0
 RESTART_TIMEOUT_S = 30.0
 _REWARD = re.compile(r"reward=(.*)")
@@ -120,7 +122,7 @@ class TerminalEnv(BaseTextEnv):
         self._verifier_failed = False
         self._thought_opened = extras.get("thought_opened") is True
         self._thoughts_cut = 0
-        self._deadline = math.inf
+        self._deadline = math.inf  # of start, set-up and agent; the verifier's own time comes on top
         self._done = False
         self._tool_seconds = 0.0
         self._timed_out = 0
@@ -141,7 +143,8 @@ class TerminalEnv(BaseTextEnv):
         asked = time.monotonic()
         self._deadline = asked + self._agent_timeout_s
         try:
-            self._sandbox = self._pool.create(self._image, writable_root=self._workdir != WORKSPACE)
+            whole = self._agent_timeout_s + self._verifier_timeout_s
+            self._sandbox = self._pool.create(self._image, self._workdir != WORKSPACE, whole)
             self._start_seconds = time.monotonic() - asked
             self._started_ahead = self._sandbox.started_ahead
             self._sandbox.write_files(self._files)
@@ -235,6 +238,12 @@ class TerminalEnv(BaseTextEnv):
         """Seconds of the agent's time that are left, at most `most`."""
         return max(0.0, min(most, self._deadline - time.monotonic()))
 
+    @property
+    def _verifier_left(self) -> float:
+        """Seconds for the verifier: its own, less what start and agent took beyond theirs."""
+        over = max(0.0, time.monotonic() - self._deadline)
+        return max(LEAST_VERIFIER_S, self._verifier_timeout_s - over)
+
     def _observe(self, sandbox: Sandbox, action: str, command: str, submitted: bool) -> tuple[str | None, bool]:
         """Run the command; what the agent reads of it, and whether a time limit cut it."""
         if unfinished_thought(action, self._thought_opened):
@@ -287,14 +296,14 @@ class TerminalEnv(BaseTextEnv):
 
     def _grade_by_harbor(self, sandbox: Sandbox, tests: Mapping[str, bytes]) -> float:
         script = grading_script(self._checker, tests, self._workdir, self._env | self._verifier_env)
-        grade: Grade = read_grade(sandbox.check(script, self._verifier_timeout_s))
+        grade: Grade = read_grade(sandbox.check(script, self._verifier_left))
         if grade.problem is not None:
             self._graded_zero(grade.problem)
         self._solved = grade.solved
         return grade.training_reward(self._partial_credit)
 
     def _grade_by_checker(self, sandbox: Sandbox) -> float:
-        result = sandbox.check(self._checker, self._verifier_timeout_s)
+        result = sandbox.check(self._checker, self._verifier_left)
         if self._collect:
             whole = result.exit_code == 0 and not result.truncated
             self._collected, self._verifier_failed = result.output if whole else "", not whole

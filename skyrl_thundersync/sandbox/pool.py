@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
+import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,8 @@ from skyrl_thundersync.sandbox.warm import Kind, WarmSandboxes
 
 if TYPE_CHECKING:  # it imports all of SkyRL
     from skyrl_thundersync.config import SandboxConfig
+
+logger = logging.getLogger(__name__)
 
 
 class SandboxPool:
@@ -56,17 +62,32 @@ class SandboxPool:
         """`create` will be called with these arguments soon: the sandbox may be started ahead."""
         self._warm.expect(self._kind(image, writable_root))
 
-    def create(self, image: str | None = None, writable_root: bool = False) -> Sandbox:
-        """A new sandbox. `image`: a Docker image other than the configured one; bubblewrap has no images.
+    def create(self, image: str | None = None, writable_root: bool = False, timeout_s: float | None = None) -> Sandbox:
+        """A new sandbox, within `timeout_s` where that is given.
+
+        `image`: a Docker image other than the configured one; bubblewrap has no images.
 
         `writable_root`: user 1000 may write where the image lets it, beside the working folder and /tmp (Docker only; the
         size of what is written there is not limited).
 
         Raises:
-            SandboxError: it could not be made, or the pool is closed.
+            SandboxError: it could not be made, not in time, or the pool is closed.
         """
-        self._refuse_if_closed()
         kind = self._kind(image, writable_root)
+        if timeout_s is None or timeout_s == math.inf:
+            return self._create(kind)
+        made: Future[Sandbox] = Future()
+        threading.Thread(target=_fulfil, args=(made, self._create, kind), name="sandbox-start", daemon=True).start()
+        try:
+            return made.result(timeout_s)
+        except TimeoutError as error:
+            if made.done():
+                raise  # the start's own
+            made.add_done_callback(_close_late)
+            raise SandboxError(f"no sandbox started within {timeout_s:g} s") from error
+
+    def _create(self, kind: Kind) -> Sandbox:
+        self._refuse_if_closed()
         ahead = self._warm.take(kind)
         sandbox = ahead if ahead is not None else self._start(kind)
         sandbox.started_ahead = ahead is not None
@@ -153,3 +174,20 @@ class SandboxPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close_all()
+
+
+def _fulfil(made: Future[Sandbox], create: Callable[[Kind], Sandbox], kind: Kind) -> None:
+    try:
+        sandbox = create(kind)
+    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        made.set_exception(error)
+    else:
+        made.set_result(sandbox)
+
+
+def _close_late(made: Future[Sandbox]) -> None:
+    """Nobody waits for it any more."""
+    if (error := made.exception()) is not None:
+        logger.warning("a sandbox that was given up did not start either: %s", error)
+    else:
+        made.result().close()

@@ -31,6 +31,7 @@ class Progress(NamedTuple):
 class _Trajectory:
     sources: int = 0
     scored: int = 0
+    surprise: float = 0.0
     tokens: int = 0
     prompt: int = 0
     ended: bool = False
@@ -65,6 +66,11 @@ class Ledger:
     def n_scored(self) -> int:
         """Scored tokens registered so far; N_k once every trajectory closed."""
         return sum(t.scored for t in self._trajectories.values())
+
+    @property
+    def entropy(self) -> float:
+        """Mean of −log π of the scored tokens under the sampler, nats: an estimate of the policy's entropy a token."""
+        return sum(t.surprise for t in self._trajectories.values()) / max(1, self.n_scored)
 
     @property
     def n_tokens(self) -> int:
@@ -109,6 +115,7 @@ class Ledger:
             entry.prompt = len(source.context_ids)
         entry.sources += 1
         entry.scored += source.n_scored
+        entry.surprise -= sum(p for p, scored in zip(source.sampler_logps, source.mask, strict=True) if scored)
         entry.tokens += len(source.context_ids) + len(source.action_ids)
 
     def ended(self, trajectory: TrajectoryId) -> bool:

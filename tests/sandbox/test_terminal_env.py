@@ -1,6 +1,8 @@
 """The terminal environment over real sandboxes, through `skyrl_gym.make`, as SkyRL's generator drives it."""
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -337,3 +339,37 @@ def test_16_episodes_at_once_on_8_threads(configured):
         outcomes = list(threads.map(episode, range(16)))
     assert outcomes == [(0.0 if index % 4 == 0 else 1.0, True) for index in range(16)]
     assert configured.open_count == 0
+
+
+def test_a_start_that_takes_longer_than_agent_and_verifier_may_is_given_up_and_cleaned_up(monkeypatch, backend):
+    """It is given up while it still starts; what comes of it then is closed."""
+    config, started = SandboxConfig(backend=backend, warm=0), threading.Event()
+    with SandboxPool(config, "test") as pool:
+        terminal_env.configure(pool, config)
+        terminal_env.register_terminal_env()
+        start = pool._start
+
+        def late(kind):
+            assert started.wait(60)
+            return start(kind)
+
+        monkeypatch.setattr(pool, "_start", late)
+        with pytest.raises(StartError, match="no sandbox started within 0.5 s"):
+            make(agent_timeout_s=0.3, verifier_timeout_s=0.2).init(PROMPT)
+        starting = next(thread for thread in threading.enumerate() if thread.name == "sandbox-start")
+        started.set()
+        starting.join(60)
+        assert not starting.is_alive() and pool.open_count == 0
+
+
+def test_a_verifier_gets_what_start_and_agent_left_of_the_whole(configured, monkeypatch):
+    """An agent that overran its time by a command's grace takes it from the verifier, not from the run."""
+    limits = []
+    env = make(agent_timeout_s=0.1, verifier_timeout_s=5.0)
+    env.init(PROMPT)
+    check = env._sandbox.check
+    monkeypatch.setattr(env._sandbox, "check", lambda script, limit: limits.append(limit) or check(script, limit))
+    time.sleep(0.3)
+    env.step("submit")
+    env.close()
+    assert len(limits) == 1 and limits[0] <= 4.8
