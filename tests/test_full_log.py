@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from skyrl_thundersync import entrypoint
 
-def fail(cfg, run_dir, display):
+def fail(*_):
     raise RuntimeError("the cause")
 
 entrypoint._train = fail
