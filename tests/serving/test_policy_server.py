@@ -216,7 +216,10 @@ def test_a_request_that_got_no_answer_leaves_nothing_behind(rewritten):
     for turn in range(3):
         contexts = [list(asked.context(talk)) for _ in range(3)]
         assert contexts == [tok.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)] * 3
-        talk += [said("assistant", asked.sampled([*tok.encode(f"ls {turn}"), tok.eos_token_id])), said("user", f"x{turn}")]
+        talk += [
+            said("assistant", asked.sampled([*tok.encode(f"ls {turn}"), tok.eos_token_id])),
+            said("user", f"x{turn}"),
+        ]
     if rewritten == "branch":
         asked.context([said("user", "summary")])
         assert asked.branches == 0, "nothing was said there"
