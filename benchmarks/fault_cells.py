@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from benchmarks.fault_phases import AT_WORK, DRIVER, ROLLOUT, TEACHER
-from skyrl_thundersync.interrupts import PREEMPTING
+from skyrl_thundersync.process.interrupts import PREEMPTING
 
 LEARNER = "learner-1"
 

@@ -262,7 +262,7 @@ def _unprobed_token() -> int:
 
     from skyrl_thundersync.data.byte_tokenizer import VOCAB_SIZE
 
-    rng = random.Random(42)  # as hosts/cluster.py draws it
+    rng = random.Random(42)  # as runtime/cluster.py draws it
     probe = {rng.randrange(VOCAB_SIZE) for _ in range(64)}
     return next(byte for byte in b"e to.s" if byte not in probe)
 

@@ -85,7 +85,7 @@ def memory_taken(within: tuple[str, ...], leave: int = 300 * 2**20) -> Iterator[
     """A process that holds all but `leave` bytes of what the control group of `within` allows."""
     script = (
         "import time\n"
-        "from skyrl_thundersync.machine_limits import available_memory\n"
+        "from skyrl_thundersync.process.limits import available_memory\n"
         f"held = []\nwhile available_memory() > {leave} + 2**24:\n    held.append(b'x' * 2**24)\n"
         "print(len(held), flush=True)\ntime.sleep(600)\n"
     )

@@ -1,4 +1,4 @@
-"""When a run is in which phase of an update, from what its processes say that they are at (`skyrl_thundersync.heartbeat`).
+"""When a run is in which phase of an update, from what its processes say that they are at (`process.heartbeat`).
 
 A phase can be some milliseconds long: the process is stopped with SIGSTOP when it says that it is there, and asked again.
 """
@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from skyrl_thundersync.heartbeat import process_state, status
+from skyrl_thundersync.process.heartbeat import process_state, status
 from tests import job
 
 DRIVER, ROLLOUT, TEACHER = "driver", "rollout-0", "teacher-0"

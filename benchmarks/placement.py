@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.meter import Policy
-from skyrl_thundersync.analysis.virtual_update import direct
-from skyrl_thundersync.analysis.workload import Workload
+from skyrl_thundersync.simulate.machines import Machine
+from skyrl_thundersync.simulate.meter import Policy
+from skyrl_thundersync.simulate.virtual_update import direct
+from skyrl_thundersync.simulate.workload import Workload
 from skyrl_thundersync.stream.placement import Placement
 
 GRID = {"groups": (8, 24, 64), "turns": (4, 20), "skew": (1.0, 3.0), "ranks": (2, 4), "seed": (0, 1)}

@@ -16,11 +16,11 @@ from typing import Annotated
 
 import typer
 
-from skyrl_thundersync.analysis import theory
-from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.meter import Policy
-from skyrl_thundersync.analysis.virtual_update import direct
-from skyrl_thundersync.analysis.workload import Workload
+from skyrl_thundersync.simulate import theory
+from skyrl_thundersync.simulate.machines import Machine
+from skyrl_thundersync.simulate.meter import Policy
+from skyrl_thundersync.simulate.virtual_update import direct
+from skyrl_thundersync.simulate.workload import Workload
 
 GAMMA = 1.0  # a turn costs the learner as much as any other: service grows as the number of turns does
 

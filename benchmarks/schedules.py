@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyrl_thundersync.bench import publish, run, summary
+from skyrl_thundersync.cli.bench import publish, run, summary
 from skyrl_thundersync.data.terminal_tasks import NUMBERS, WORDS, tasks
+from skyrl_thundersync.process.quiet import quiet_imports
 from skyrl_thundersync.quickstart.files import TRAIN_SEED
-from skyrl_thundersync.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.meter import Policy
-from skyrl_thundersync.analysis.virtual_update import direct
-from skyrl_thundersync.analysis.workload import Workload
+from skyrl_thundersync.simulate.machines import Machine
+from skyrl_thundersync.simulate.meter import Policy
+from skyrl_thundersync.simulate.virtual_update import direct
+from skyrl_thundersync.simulate.workload import Workload
 
 RANKS = (16, 128, 1024)
 TARGET_S = 60.0

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_thundersync.analysis.rerun import Settings
-from skyrl_thundersync.analysis.workload import Rollouts, float_zeros
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
+from skyrl_thundersync.simulate.workload import Rollouts, float_zeros
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import Update
+from skyrl_thundersync.verify.rerun import Settings
 
 
 class LoopTimers:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_thundersync.analysis.record import load_batch
-from skyrl_thundersync.analysis.rerun import STREAMED, Updaters, flat_parameters, read_run
+from skyrl_thundersync.telemetry.record import load_batch
+from skyrl_thundersync.verify.rerun import STREAMED, Updaters, flat_parameters, read_run
 
 
 class Undisturbed:

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_thundersync import config, host_defaults
-from skyrl_thundersync.options import CHOICES
-from skyrl_thundersync.rules import RULES
+from skyrl_thundersync.hosts.skyrl import config
+from skyrl_thundersync.hosts.skyrl import defaults as host_defaults
+from skyrl_thundersync.hosts.skyrl.rules import RULES
+from skyrl_thundersync.options.choices import CHOICES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

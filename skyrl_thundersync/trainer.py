@@ -30,7 +30,7 @@ from skyrl_thundersync.stream.sources import (
     Work,
     WorkDone,
 )
-from skyrl_thundersync.timeline import WorkSpan
+from skyrl_thundersync.telemetry.timeline import WorkSpan
 
 T = TypeVar("T")
 

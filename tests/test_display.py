@@ -8,9 +8,9 @@ import time
 
 from rich.console import Console
 
-from skyrl_thundersync.display import COLUMNS, Display
-from skyrl_thundersync.live_line import LOG_S, LiveLine, clock, short
 from skyrl_thundersync.stream.ledger import Progress
+from skyrl_thundersync.telemetry.display import COLUMNS, Display
+from skyrl_thundersync.telemetry.live_line import LOG_S, LiveLine, clock, short
 
 METRICS = {
     "reward/avg_raw_reward": 0.5,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from skyrl_thundersync import entrypoint
+from skyrl_thundersync.hosts.skyrl import entrypoint
 
 def fail(*_):
     raise RuntimeError("the cause")

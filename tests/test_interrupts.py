@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from skyrl_thundersync.display import Display
-from skyrl_thundersync.interrupts import LOOK_AFTER_S, PREEMPTING, KeptInterrupts, Preempted
+from skyrl_thundersync.process.interrupts import LOOK_AFTER_S, PREEMPTING, KeptInterrupts, Preempted
+from skyrl_thundersync.telemetry.display import Display
 from tests.job import hear_all
 
 LOST = """
 import os, signal, sys, time
-from skyrl_thundersync.interrupts import KeptInterrupts
+from skyrl_thundersync.process.interrupts import KeptInterrupts
 with KeptInterrupts():
     struck = []
     def hook():
@@ -50,7 +50,7 @@ def test_a_signal_lost_in_a_fork_hook_is_sent_again(number):
     last = (
         "KeyboardInterrupt"
         if number == signal.SIGINT
-        else "skyrl_thundersync.interrupts.Preempted: No update was running"
+        else "skyrl_thundersync.process.interrupts.Preempted: No update was running"
     )
     assert done.stderr.rstrip().endswith(last)
     assert "Exception ignored in" in done.stderr
@@ -110,7 +110,7 @@ def test_what_was_ignored_at_the_start_stays_ignored():
 
 APART = """
 import signal, subprocess, sys, time
-from skyrl_thundersync.interrupts import apart
+from skyrl_thundersync.process.interrupts import apart
 asleep = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 def start(**how):
     child = subprocess.Popen(asleep, stdout=subprocess.PIPE, **how)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_thundersync.analysis.equivalence import report
-from skyrl_thundersync.analysis.record import load_batches
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory
+from skyrl_thundersync.telemetry.record import load_batches
+from skyrl_thundersync.verify.equivalence import report
 from tests import job
 
 UPDATES = 3

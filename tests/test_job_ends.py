@@ -9,10 +9,10 @@ import time
 import pytest
 
 from benchmarks.fault_phases import AT_WORK, go_on, stopped_in
-from skyrl_thundersync.hosts.checkpoint import POINTER, read
-from skyrl_thundersync.interrupts import PREEMPTING
-from skyrl_thundersync.run_folder import LOCK, owned
-from skyrl_thundersync.validate import checked_config
+from skyrl_thundersync.hosts.skyrl.validate import checked_config
+from skyrl_thundersync.process.interrupts import PREEMPTING
+from skyrl_thundersync.runtime.checkpoint import POINTER, read
+from skyrl_thundersync.runtime.run_folder import LOCK, owned
 from tests import job
 
 pytestmark = pytest.mark.timeout(400)

@@ -13,7 +13,7 @@ from skyrl.train.generators.skyrl_gym_generator import TrajectoryOutput
 sys.path.insert(0, str(Path(__file__).parent))
 from models import byte_tokenizer  # noqa: E402
 
-from skyrl_thundersync.rollout_log import LONGEST, Played, RolloutLog, played  # noqa: E402
+from skyrl_thundersync.rollout.log import LONGEST, Played, RolloutLog, played  # noqa: E402
 
 ONE = Played("a", "set", 0, 1.0, True, None, "", "stop", 1, [("task", "do"), ("policy", "done")])
 

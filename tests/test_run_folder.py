@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_thundersync.analysis.rundata import read_metrics
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.hosts import checkpoint
-from skyrl_thundersync.run_folder import LOCK, in_use, owned, problems
+from skyrl_thundersync.report.rundata import read_metrics
+from skyrl_thundersync.runtime import checkpoint
+from skyrl_thundersync.runtime.run_folder import LOCK, in_use, owned, problems
 
 HOLD = """
 import sys, time
 from types import SimpleNamespace
-from skyrl_thundersync.run_folder import owned
+from skyrl_thundersync.runtime.run_folder import owned
 
 run, checkpoints, act = sys.argv[1:]
 cfg = SimpleNamespace(

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from skyrl_thundersync.data.harbor import HarborTask
-from skyrl_thundersync.rollout.harbor_verifier import tar
-from skyrl_thundersync.rollout.terminal_env import SUBMIT, TerminalEnv
+from skyrl_thundersync.tasks.grading import tar
+from skyrl_thundersync.tasks.terminal_env import SUBMIT, TerminalEnv
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Schema, of the data set as swebench 5 reads it: instance_id, problem_statement, image, and what the harness needs; a JSON
 list, .jsonl or .parquet. A row holds neither tests nor reference patch: what the agent changed is collected as a patch and
-graded by swebench's own harness (`rollout/swe_bench.py`), in fresh containers that no agent has touched.
+graded by swebench's own harness (`evaluate/swe_bench.py`), in fresh containers that no agent has touched.
 """
 
 from __future__ import annotations

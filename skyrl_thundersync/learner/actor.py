@@ -2,11 +2,11 @@
 
 import os
 
-from skyrl_thundersync.heartbeat import at, doing
 from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, export, keep_rank, load_rank, save_rank
 from skyrl_thundersync.learner.heap import keep_pages
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.logs import redirect
+from skyrl_thundersync.process.heartbeat import at, doing
+from skyrl_thundersync.process.logs import redirect
 from skyrl_thundersync.stream.ledger import work_name
 from skyrl_thundersync.stream.sources import Append, Work, WorkDone
 
@@ -17,7 +17,7 @@ CPU_NICENESS = 5
 class LearnerActor(LearnerRank):
     """`LearnerRank` whose output goes to `spec.log_path`, when given, before anything else runs.
 
-    It says what it is at (heartbeat.py).
+    It says what it is at (process/heartbeat.py).
     """
 
     def __init__(self, spec: RankSpec):

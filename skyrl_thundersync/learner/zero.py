@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from transformers import get_scheduler
 
-from skyrl_thundersync.heartbeat import doing
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout
 from skyrl_thundersync.learner.fixed_point import from_fixed, root_of_squares, square_sum
+from skyrl_thundersync.process.heartbeat import doing
 
 ROUTES = {
     (stage, offload, dtype): "host shard" if offload else "averaged gradients"

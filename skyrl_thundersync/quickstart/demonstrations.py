@@ -19,7 +19,7 @@ from types import TracebackType
 
 from skyrl_thundersync.data.byte_tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from skyrl_thundersync.data.terminal_tasks import SUBMIT, TerminalTask
-from skyrl_thundersync.rollout.terminal_text import describe_text
+from skyrl_thundersync.tasks.terminal_text import describe_text
 
 _FIRST_LINE = 3
 """The line of a sandbox's shell that holds the first command; bash names it in its own error messages."""

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyrl_thundersync.analysis import mfu
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Phase
 from skyrl_thundersync.rehearse.devices import DISK, GIB, GPUS_A_NODE, HOST_MEMORY, HOST_THREAD, NETWORK, SPARE, Gpu
 from skyrl_thundersync.rehearse.learner import APPEND, FINISH, GROUP, PHASES, PROMPT, SWEEP, Rank, rehearse_rank
 from skyrl_thundersync.rehearse.models import Architecture, architecture, parameters
 from skyrl_thundersync.rehearse.workload import Workload
+from skyrl_thundersync.telemetry import flops as mfu
 
 if TYPE_CHECKING:
-    from skyrl_thundersync.config import TrainConfig
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 PROCESS = GIB
 """Host memory of a process that holds nothing yet."""
@@ -93,7 +93,7 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     Raises:
         ConfigError: a model whose config.json cannot be had.
     """
-    from skyrl_thundersync.dryrun import gpus_per_engine, learner_ranks
+    from skyrl_thundersync.hosts.skyrl.dry_run import gpus_per_engine, learner_ranks
     from skyrl_thundersync.learner.rank import LoraSettings
 
     ts, lora = cfg.thundersync, cfg.trainer.policy.model.lora

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.inputs import model_config
+from skyrl_thundersync.preflight.models import model_config
 
 
 class Architecture(NamedTuple):

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from skyrl_thundersync import timeline
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
+from skyrl_thundersync.telemetry import timeline
 
 
 class TurnHook:
     """An inference client that reports each sampled turn to `sink` while armed.
 
     Args:
-        client: SkyRL's client (rollout/client.py without GPUs, SkyRL's own with them). Other attributes are its own.
+        client: SkyRL's client (hosts/skyrl/client.py without GPUs, SkyRL's own with them). Other attributes are its own.
         served_version: the policy version the client serves, for clients that do not report one per answer.
         seed: makes every turn's sampling repeatable: its own seed follows from this one, the policy version, the session
             and the turn, whatever order the requests arrive in.

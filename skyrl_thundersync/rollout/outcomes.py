@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyrl_thundersync.sandbox.base import StartError
 
 if TYPE_CHECKING:  # it imports all of SkyRL
-    from skyrl_thundersync.config import OutcomesConfig
+    from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from skyrl_thundersync.checks import Check
+from skyrl_thundersync.process.check import Check
 from skyrl_thundersync.sandbox.base import SandboxError
 from skyrl_thundersync.sandbox.docker_engine import DockerEngine
 from skyrl_thundersync.tasks.survey import NAMED, Places, Survey

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_thundersync.plugins import nearest
+from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.sandbox.base import WORKSPACE, Limits, checked_files, checked_path
 
 HOST_FIELDS = ("prompt", "env_class", "data_source", "extra_info")

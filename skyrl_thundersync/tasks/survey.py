@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from skyrl_thundersync.plugins import nearest
+from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.tasks import schema
 from skyrl_thundersync.tasks.files import SUFFIXES, is_hub_name, read_rows
 from skyrl_thundersync.tasks.scripts import unparsable

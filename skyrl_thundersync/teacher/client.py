@@ -17,10 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from skyrl_thundersync import timeline
 from skyrl_thundersync.errors import own_error
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
 from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, TeacherSpec
+from skyrl_thundersync.telemetry import timeline
 
 
 class TeacherError(RuntimeError):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_thundersync.heartbeat import at, doing
-from skyrl_thundersync.logs import redirect
+from skyrl_thundersync.process.heartbeat import at, doing
+from skyrl_thundersync.process.logs import redirect
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from transformers import AutoConfig
 
-from skyrl_thundersync.heartbeat import at, doing
-from skyrl_thundersync.logs import redirect
-from skyrl_thundersync.rollout.engine_thread import EngineSpec, EngineThread, build_engine, logprobs_of
+from skyrl_thundersync.engines.thread import EngineSpec, EngineThread, build_engine, logprobs_of
+from skyrl_thundersync.process.heartbeat import at, doing
+from skyrl_thundersync.process.logs import redirect
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
 
 

@@ -11,9 +11,9 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 
-from skyrl_thundersync.analysis.record import Batch, Recorder
-from skyrl_thundersync.analysis.reference import Objective, weights
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work, group_of
+from skyrl_thundersync.telemetry.record import Batch, Recorder
+from skyrl_thundersync.verify.reference import Objective, weights
 from tests.learner.plain import interleave, plain_gradient, plain_model, save_model, trajectory
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skyrl_thundersync import bench
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli import bench
+from skyrl_thundersync.cli.app import app
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.hosts.interleaved import DifferentWorkError, order, require_same_work
+from skyrl_thundersync.hosts.skyrl.interleaved import DifferentWorkError, order, require_same_work
 
 STEPS = {"sync": (10.0, 12.0, 30.0), "group": (8.0, 8.0, 10.0), "thundersync": (5.0, 8.0, 10.0)}
 LEARNER = {"sync": 4.0, "group": 4.2, "thundersync": 6.0}

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from skyrl_thundersync import inputs, machine_limits, split
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli.app import app
+from skyrl_thundersync.preflight import memory as split
+from skyrl_thundersync.preflight import models as inputs
+from skyrl_thundersync.process import limits as machine_limits
 from tests.learner.plain import save_model
 
 
@@ -82,7 +84,7 @@ def test_a_run_raises_its_own_soft_limit():
     """Refused only where the hard one is too low."""
     script = (
         "import resource\n"
-        "from skyrl_thundersync.machine_limits import cheap_checks, raise_own_limits\n"
+        "from skyrl_thundersync.process.limits import cheap_checks, raise_own_limits\n"
         "raise_own_limits()\n"
         "found = {check.name: check for check in cheap_checks()}\n"
         "print(len(found['open files'].problems), *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
@@ -182,7 +184,7 @@ def test_help_of_each_command(word):
 
 
 def test_train_refuses_a_run_whose_processes_do_not_fit_into_memory(tmp_path, monkeypatch, capsys):
-    from skyrl_thundersync import entrypoint
+    from skyrl_thundersync.hosts.skyrl import entrypoint
 
     monkeypatch.setattr(sys, "argv", ["train", "+config=opd/quickstart", f"thundersync.run_dir={tmp_path / 'run'}"])
     monkeypatch.setattr(split, "available_memory", lambda: 2**30)

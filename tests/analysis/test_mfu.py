@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from skyrl_thundersync.analysis.mfu import cost
+from skyrl_thundersync.telemetry.flops import cost
 from tests.learner.plain import save_model
 
 N = 24

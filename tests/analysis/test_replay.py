@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_thundersync.analysis import replay
-from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.meter import Policy
-from skyrl_thundersync.analysis.record import _encode
-from skyrl_thundersync.analysis.virtual_update import direct
-from skyrl_thundersync.analysis.workload import RecordedRollouts
+from skyrl_thundersync.simulate import replay
+from skyrl_thundersync.simulate.machines import Machine
+from skyrl_thundersync.simulate.meter import Policy
+from skyrl_thundersync.simulate.virtual_update import direct
+from skyrl_thundersync.simulate.workload import RecordedRollouts
+from skyrl_thundersync.telemetry.record import _encode
 from tests.analysis.test_simulate import SMALL, recorded
 
 TRUE = Machine(ranks=2, teachers=0, learner_rate=437.0, item_s=0.01, block_tokens=150, suffix_s=2.0)

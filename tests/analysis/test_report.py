@@ -12,10 +12,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from skyrl_thundersync import timeline
-from skyrl_thundersync.analysis.rundata import read_run
-from skyrl_thundersync.analysis.svg import Chart, number, ticks
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli.app import app
+from skyrl_thundersync.report.rundata import read_run
+from skyrl_thundersync.report.svg import Chart, number, ticks
+from skyrl_thundersync.telemetry import timeline
 
 UPDATES = 6
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import release_model
-from skyrl_thundersync.analysis import simulate, theory
-from skyrl_thundersync.analysis.machines import Machine
-from skyrl_thundersync.analysis.meter import SCHEDULES, Policy
-from skyrl_thundersync.analysis.record import Batch
-from skyrl_thundersync.analysis.virtual_update import direct, via_update
-from skyrl_thundersync.analysis.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.simulate import command as simulate
+from skyrl_thundersync.simulate import theory
+from skyrl_thundersync.simulate.machines import Machine
+from skyrl_thundersync.simulate.meter import SCHEDULES, Policy
+from skyrl_thundersync.simulate.virtual_update import direct, via_update
+from skyrl_thundersync.simulate.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
+from skyrl_thundersync.telemetry.record import Batch
 from tests.analysis.test_theory import recursion
 
 SMALL = Workload(groups=6, samples=3, turns=5, prompt_tokens=200, turn_tokens=100, observation_tokens=80, tool_s=1.0)
@@ -280,7 +281,7 @@ def recorded(workload, machine, seed):
         def on_trajectory_closed(self, trajectory, reward, host_scored):
             log.append(CloseTrajectory(trajectory, reward))
 
-    from skyrl_thundersync.analysis.virtual_time import Events
+    from skyrl_thundersync.simulate.virtual_time import Events
 
     events, seconds = Events(), []
     rollouts.begin(events, Log(), lambda: None)
@@ -366,7 +367,7 @@ def test_the_command_prints_json_and_refuses_what_it_does_not_know():
 
 
 def test_help_lists_every_key_with_its_default_and_meaning():
-    from skyrl_thundersync.cli import app
+    from skyrl_thundersync.cli.app import app
 
     done = CliRunner().invoke(app, ["simulate", "--help"])
     shown = " ".join(done.output.split())

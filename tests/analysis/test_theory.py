@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from skyrl_thundersync.analysis import curves, theory
+from skyrl_thundersync.report import curves
+from skyrl_thundersync.simulate import theory
 
 jobs = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=40)
 shape = st.tuples(st.floats(0, 3), st.floats(0, 1), st.floats(0.3, 4))
@@ -166,7 +167,7 @@ def test_the_command_says_what_the_functions_say():
 def test_every_figure_that_is_printed_has_its_meaning(objective):
     from typer.testing import CliRunner
 
-    from skyrl_thundersync.cli import app
+    from skyrl_thundersync.cli.app import app
 
     figures = theory.predict(0.9, 0.05, objective, 1.0, 1.0, 20, 8, 2 / 3)
     assert figures.keys() == theory.FIGURES.keys()

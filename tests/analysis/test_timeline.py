@@ -10,10 +10,10 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from skyrl_thundersync import timeline
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli.app import app
 from skyrl_thundersync.stream.ledger import work_name
 from skyrl_thundersync.stream.sources import Source, WorkDone
+from skyrl_thundersync.telemetry import timeline
 from skyrl_thundersync.trainer import Update
 
 

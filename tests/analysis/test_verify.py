@@ -7,14 +7,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from skyrl_thundersync.analysis import equivalence, faults
-from skyrl_thundersync.analysis.diagnose import check_release
-from skyrl_thundersync.analysis.equivalence import TOLERANCE, report
-from skyrl_thundersync.analysis.record import Batch
-from skyrl_thundersync.analysis.rerun import Updaters
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli.app import app
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory
+from skyrl_thundersync.telemetry.record import Batch
+from skyrl_thundersync.verify import equivalence
+from skyrl_thundersync.verify import planted as faults
+from skyrl_thundersync.verify.diagnose import check_release
+from skyrl_thundersync.verify.equivalence import TOLERANCE, report
+from skyrl_thundersync.verify.rerun import Updaters
 from tests.analysis.runs import batch, write_batch, write_metrics, write_run
 from tests.learner.plain import contexts, plain_model
 

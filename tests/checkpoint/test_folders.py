@@ -12,8 +12,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from skyrl_thundersync.durable import NotWrittenError, seal
-from skyrl_thundersync.hosts.checkpoint import (
+from skyrl_thundersync.process.files import NotWrittenError, seal
+from skyrl_thundersync.runtime.checkpoint import (
     MANIFEST,
     POINTER,
     CheckpointError,
@@ -22,10 +22,10 @@ from skyrl_thundersync.hosts.checkpoint import (
     save,
     steps,
 )
-from skyrl_thundersync.hosts.driver_state import Continued, driver_random_state, restore_driver_random_state
-from skyrl_thundersync.hosts.learners import require_kept
-from skyrl_thundersync.hosts.resume import files_of
-from skyrl_thundersync.hosts.same_run import changes, check_run, identity, resume_problems, run_facts
+from skyrl_thundersync.runtime.driver_state import Continued, driver_random_state, restore_driver_random_state
+from skyrl_thundersync.runtime.ranks import require_kept
+from skyrl_thundersync.runtime.resume import files_of
+from skyrl_thundersync.runtime.same_run import changes, check_run, identity, resume_problems, run_facts
 
 SIZE = 1 << 20
 BETAS = "trainer.policy.optimizer_config.adam_betas"
@@ -248,8 +248,8 @@ def test_a_copy_for_a_restart_that_is_not_there_is_not_relied_on(tmp_path):
 
 @pytest.fixture(scope="module")
 def config():
-    from skyrl_thundersync.host_defaults import apply_host_defaults
-    from skyrl_thundersync.presets import build_config
+    from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
+    from skyrl_thundersync.options.presets import build_config
 
     def make(*overrides):
         cfg = build_config(["+config=opd/quickstart", *overrides])

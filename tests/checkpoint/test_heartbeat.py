@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from skyrl_thundersync.heartbeat import HungActorError, Watch, gone, status
+from skyrl_thundersync.process.heartbeat import HungActorError, Watch, gone, status
 
 DEADLINE_S = 6.0
 WORK = {
@@ -21,8 +21,8 @@ WORK = {
 
 def start(folder, name: str) -> subprocess.Popen:
     code = (
-        "import ctypes, sys, threading, time\nfrom skyrl_thundersync.heartbeat import at, doing\n"
-        "from skyrl_thundersync.logs import redirect\nredirect(sys.argv[1])\n"
+        "import ctypes, sys, threading, time\nfrom skyrl_thundersync.process.heartbeat import at, doing\n"
+        "from skyrl_thundersync.process.logs import redirect\nredirect(sys.argv[1])\n"
         f"def the_work():\n    {WORK[name]}\nthe_work()\n"
     )
     return subprocess.Popen([sys.executable, "-c", code, str(folder / f"{name}.log")])
@@ -88,7 +88,7 @@ def test_a_process_says_what_it_is_at_and_the_file_still_says_so_when_it_is_gone
 def test_an_error_in_an_actor_is_told_as_its_own_with_the_process_and_what_is_free(tmp_path, actors):
     from ray.exceptions import RayTaskError
 
-    from skyrl_thundersync.entrypoint import _in_words
+    from skyrl_thundersync.hosts.skyrl.entrypoint import _in_words
 
     victim = actors("waits")
     until(lambda: (tmp_path / "waits.alive").is_file())

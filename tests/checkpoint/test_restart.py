@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.fault_phases import go_on, stopped_in
 from benchmarks.undisturbed import Undisturbed
-from skyrl_thundersync.hosts.learners import Journal
+from skyrl_thundersync.runtime.ranks import Journal
 from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, TrajectoryId
 from tests import job
 

@@ -12,11 +12,11 @@ from ranks import in_processes
 from safetensors import safe_open
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from skyrl_thundersync.analysis.record import load_batches
-from skyrl_thundersync.config import LearnerConfig
+from skyrl_thundersync.hosts.skyrl.config import LearnerConfig
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings
 from skyrl_thundersync.stream.sources import Append
+from skyrl_thundersync.telemetry.record import load_batches
 from tests import job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from cases import write_model
 
-from skyrl_thundersync import cli, dryrun, plugins
+from skyrl_thundersync.cli import app as cli
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.hosts.skyrl import dry_run as dryrun
+from skyrl_thundersync.options import registry as plugins
 
 
 def skyrl(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
@@ -25,7 +27,7 @@ def skyrl(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
 def test_the_entry_point_offers_the_plugin(with_plugins):
     plugin = plugins.find("thundersync")
     assert plugin.name == "thundersync"
-    assert plugin.entrypoint == "skyrl_thundersync.entrypoint"
+    assert plugin.entrypoint == "skyrl_thundersync.hosts.skyrl.entrypoint"
     assert (plugin.presets / "opd" / "quickstart.yaml").is_file()
 
 
@@ -91,7 +93,7 @@ def test_training_goes_in_through_skyrls_own_entry(tmp_path, site):
     (tmp_path / "other.py").write_text(
         "import json, os, sys\n"
         "from pathlib import Path\n"
-        "from skyrl_thundersync.plugins import Plugin\n"
+        "from skyrl_thundersync.options.registry import Plugin\n"
         "PLUGIN = Plugin('other', Path(__file__).parent / 'presets', 'other', 'skyrl.train.config:SkyRLTrainConfig')\n"
         "def main():\n"
         "    from skyrl.train.config import SkyRLTrainConfig\n"
@@ -123,7 +125,7 @@ def test_training_goes_in_through_skyrls_own_entry(tmp_path, site):
 @pytest.mark.timeout(200)
 def test_what_a_user_can_put_right_is_one_line_through_skyrls_own_entry_too(tmp_path):
     command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base"]
-    command += ["trainer.override_entrypoint=skyrl_thundersync.entrypoint", "trainer.sed=3"]
+    command += ["trainer.override_entrypoint=skyrl_thundersync.hosts.skyrl.entrypoint", "trainer.sed=3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -44,7 +44,7 @@ def test_metadata_names_licence_commands_and_plugin(site):
     assert any(file.name == "LICENSE" for file in distribution.files)
     points = {(point.group, point.name): point.value for point in distribution.entry_points}
     assert points["console_scripts", "skyrl"] == points["console_scripts", "skyrl-thundersync"]
-    assert points["skyrl.plugins", "thundersync"] == "skyrl_thundersync.plugin:PLUGIN"
+    assert points["skyrl.plugins", "thundersync"] == "skyrl_thundersync.hosts.skyrl.plugin:PLUGIN"
     assert set(distribution.metadata.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "harbor", "swebench"}
 
 
@@ -69,8 +69,8 @@ def test_the_configuration_page_is_what_the_code_says():
     )
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "configuration.md").read_text()
-    from skyrl_thundersync.config import TrainConfig
-    from skyrl_thundersync.presets import leaf_keys
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+    from skyrl_thundersync.options.presets import leaf_keys
 
     for option in leaf_keys(TrainConfig):
         if option.startswith("thundersync."):

@@ -3,12 +3,12 @@
 import pytest
 from cases import write_model, write_tasks
 
-from skyrl_thundersync import inputs
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.rollout.engine import engine_spec
-from skyrl_thundersync.rules import RULES
-from skyrl_thundersync.run_checks import models, require_fit, tasks
-from skyrl_thundersync.validate import option_problems
+from skyrl_thundersync.hosts.skyrl.checks import models, require_fit, tasks
+from skyrl_thundersync.hosts.skyrl.rules import RULES
+from skyrl_thundersync.hosts.skyrl.validate import option_problems
+from skyrl_thundersync.preflight import models as inputs
+from skyrl_thundersync.rollout.replica import engine_spec
 
 BAD = {
     "generator.step_wise_trajectories": True,
@@ -238,7 +238,7 @@ def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
 
 
 def test_replicas_hold_the_longer_turn_of_training_and_evaluation_and_the_teacher_that_of_training(config, tmp_path):
-    from skyrl_thundersync.hosts.cluster import Cluster
+    from skyrl_thundersync.runtime.cluster import Cluster
 
     config.generator.eval_sampling_params.max_generate_length = 200
     cluster = Cluster(config, tmp_path, None)

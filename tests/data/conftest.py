@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_thundersync.config import SandboxConfig
-from skyrl_thundersync.rollout import terminal_env
+from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
 from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.tasks import terminal_env
 
 MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
 

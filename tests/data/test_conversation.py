@@ -3,8 +3,8 @@
 import pytest
 
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.rollout.conversation import Conversation
-from skyrl_thundersync.rollout.terminal_text import describe_text
+from skyrl_thundersync.tasks.conversation import Conversation
+from skyrl_thundersync.tasks.terminal_text import describe_text
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"

@@ -8,9 +8,9 @@ import pytest
 from skyrl_thundersync.data.dockerfile import NeedsBuildError, read_dockerfile
 from skyrl_thundersync.data.harbor import image_tag, read_task, read_tasks
 from skyrl_thundersync.data.task_folder import Unsupported
-from skyrl_thundersync.rollout.harbor_verifier import Grade, read_grade
-from skyrl_thundersync.rollout.terminal_env import TaskError, TerminalEnv
 from skyrl_thundersync.sandbox.base import CommandResult
+from skyrl_thundersync.tasks.grading import Grade, read_grade
+from skyrl_thundersync.tasks.terminal_env import TaskError, TerminalEnv
 
 CLOSED = '[environment]\nnetwork_mode = "no-network"\n'
 

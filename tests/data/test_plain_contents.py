@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.rollout.conversation import Conversation
-from skyrl_thundersync.rollout.plain_contents import PlainContents
+from skyrl_thundersync.tasks.conversation import Conversation
+from skyrl_thundersync.tasks.plain_contents import PlainContents
 
 QWEN = (
     "{% for m in messages %}{% set c = m['content'] if m['content'] is string else m['content'][0]['text'] %}"

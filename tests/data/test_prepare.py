@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skyrl_thundersync.cli import app
+from skyrl_thundersync.cli.app import app
 from skyrl_thundersync.data import prepare, seta, swe_smith
 from skyrl_thundersync.data.decontaminate import load_benchmark, repository_name, swe_fingerprint
 from skyrl_thundersync.data.split import development_groups, normalised

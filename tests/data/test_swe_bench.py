@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from skyrl_thundersync.analysis.attempts import Attempt, AttemptFiles, read_attempts, summarise
 from skyrl_thundersync.data.swe_bench import COLLECT, read_instances, terminal_row
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.rollout import swe_bench
-from skyrl_thundersync.rollout.terminal_env import TerminalEnv
+from skyrl_thundersync.evaluate import swe_bench
+from skyrl_thundersync.evaluate.attempts import Attempt, AttemptFiles, read_attempts, summarise
+from skyrl_thundersync.tasks.terminal_env import TerminalEnv
 
 INSTANCE = {
     "instance_id": "a__b-1",

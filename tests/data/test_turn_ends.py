@@ -9,14 +9,14 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_thundersync.config import TrainConfig
 from skyrl_thundersync.data.byte_tokenizer import byte_characters
-from skyrl_thundersync.hosts.skyrl import StreamingGenerator
-from skyrl_thundersync.rollout.chat_capture import CapturedChat
-from skyrl_thundersync.rollout.conversation import Conversation
+from skyrl_thundersync.harbor.capture import CapturedChat
+from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.stream.sources import TrajectoryId
+from skyrl_thundersync.tasks.conversation import Conversation
 
 SPECIAL = ("<|endoftext|>", "[GO]", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 TEMPLATE = (

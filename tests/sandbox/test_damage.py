@@ -8,9 +8,9 @@ import docker as docker_sdk
 import pytest
 import skyrl_gym
 
-from skyrl_thundersync.config import SandboxConfig
-from skyrl_thundersync.rollout import terminal_env
+from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.tasks import terminal_env
 
 IMAGE = "thundersync-test/app:1"
 TASK = {"task_id": "damaged", "files": "{}", "checker": "[ -e /workspace/made ]", "max_turns": 8}

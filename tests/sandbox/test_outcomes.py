@@ -10,12 +10,10 @@ import skyrl_gym
 from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TRAINING_PHASE_TRAIN, TrajectoryID
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
-from skyrl_thundersync.config import OutcomesConfig, SandboxConfig, TrainConfig
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.hosts.skyrl import StreamingGenerator
-from skyrl_thundersync.rollout import terminal_env
-from skyrl_thundersync.rollout.generator import RewardError
-from skyrl_thundersync.rollout.guarded_env import EnvironmentFailedError
+from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig, SandboxConfig, TrainConfig
+from skyrl_thundersync.hosts.skyrl.generator import RewardError
+from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed
 from skyrl_thundersync.sandbox.base import SandboxError, StartError
@@ -23,6 +21,8 @@ from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.sandbox.shell import ShellSandbox
 from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.sources import TrajectoryId
+from skyrl_thundersync.tasks import terminal_env
+from skyrl_thundersync.tasks.guarded_env import EnvironmentFailedError
 
 TRAJECTORY = TrajectoryId("task", 0)
 TOKENIZER = byte_tokenizer()

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import skyrl_gym
 
-from skyrl_thundersync.config import SandboxConfig
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.rollout import terminal_env
-from skyrl_thundersync.rollout.terminal_env import TaskError, TerminalEnv, parse_action
-from skyrl_thundersync.rollout.terminal_text import opens_thought, unfinished_thought
+from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
 from skyrl_thundersync.sandbox.base import StartError
 from skyrl_thundersync.sandbox.pool import SandboxPool
+from skyrl_thundersync.tasks import terminal_env
+from skyrl_thundersync.tasks.terminal_env import TaskError, TerminalEnv, parse_action
+from skyrl_thundersync.tasks.terminal_text import opens_thought, unfinished_thought
 
 PROMPT = [{"role": "user", "content": "write the sum of the lines of numbers.txt into sum.txt"}]
 CHECKER = """

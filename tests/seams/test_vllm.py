@@ -59,7 +59,7 @@ def test_the_prefix_cache_is_reset_when_nothing_runs_and_it_says_so(facts):
 
 
 def test_weights_are_reloaded_but_a_tied_heads_packed_copy(facts):
-    """The second step in rollout/engine.py is for that; when vLLM mends it, the step may go."""
+    """The second step in rollout/replica.py is for that; when vLLM mends it, the step may go."""
     assert facts["device"] == ["cpu"]
     assert facts["tied_head_is_stale_after_reload"] is True
     assert facts["gap_after_reload"] < 1e-4

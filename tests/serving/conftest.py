@@ -50,7 +50,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def spec(checkpoints):
-    from skyrl_thundersync.rollout.engine import EngineSpec
+    from skyrl_thundersync.rollout.replica import EngineSpec
 
     return EngineSpec(model=checkpoints["tied0"].folder, dtype="float32", max_model_len=1024, kv_cache_gib=0.125)
 
@@ -65,7 +65,7 @@ def host(cluster):
 @pytest.fixture(scope="session")
 def replicas(cluster, spec, host):
     """Two rollout actors serving `tied0`; tests that publish put it back."""
-    from skyrl_thundersync.rollout.engine import start_replicas
+    from skyrl_thundersync.rollout.replica import start_replicas
 
     actors = start_replicas(spec, 2, cluster)
     ray.get([actor.ready.remote() for actor in actors])

@@ -5,7 +5,7 @@ import importlib
 import ray
 
 KINDS = {
-    "rollout": ("skyrl_thundersync.rollout.engine", "Replica"),
+    "rollout": ("skyrl_thundersync.rollout.replica", "Replica"),
     "vllm teacher": ("skyrl_thundersync.teacher.vllm", "VllmReplica"),
     "transformers teacher": ("skyrl_thundersync.teacher.transformers", "TransformersReplica"),
 }

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from skyrl_thundersync.rollout.bounded_command import bounded, without_halves
+from skyrl_thundersync.harbor.bounded_command import bounded, without_halves
 
 
 def run(script, limit=100, **options):

@@ -11,9 +11,9 @@ from host import Hosted
 from models import forward_logps, random_ids
 from ray.exceptions import RayActorError
 
-from skyrl_thundersync.rollout.client import LocalEngineClient
-from skyrl_thundersync.rollout.engine import start_replicas
-from skyrl_thundersync.rollout.engine_thread import EngineFailedError, RefusedRequestError
+from skyrl_thundersync.engines.thread import EngineFailedError, RefusedRequestError
+from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
+from skyrl_thundersync.rollout.replica import start_replicas
 
 pytestmark = pytest.mark.timeout(480)
 

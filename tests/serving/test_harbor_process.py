@@ -12,10 +12,10 @@ import docker
 import pytest
 from test_harbor_trials import MINI, Served, harbor  # noqa: F401 - a fixture
 
-from skyrl_thundersync.config import OutcomesConfig
-from skyrl_thundersync.rollout import harbor_process
-from skyrl_thundersync.rollout.harbor_process import PROJECT, time_allowed
-from skyrl_thundersync.rollout.harbor_trials import HarborTrials, chat_agent
+from skyrl_thundersync.harbor import process as harbor_process
+from skyrl_thundersync.harbor.process import PROJECT, time_allowed
+from skyrl_thundersync.harbor.trials import HarborTrials, chat_agent
+from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.sandbox import docker_engine
 from skyrl_thundersync.sandbox.base import StartError
@@ -103,7 +103,7 @@ FLOOD = """
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from skyrl_thundersync.rollout.harbor_trials import HarborTrials, chat_agent
+from skyrl_thundersync.harbor.trials import HarborTrials, chat_agent
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

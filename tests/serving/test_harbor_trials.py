@@ -14,24 +14,24 @@ import pytest
 import torch
 from host import Hosted
 
-from skyrl_thundersync.analysis.record import Batch
-from skyrl_thundersync.analysis.reference import Objective, gradient, load_model, relative_error
-from skyrl_thundersync.config import LearnerConfig, OutcomesConfig
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
+from skyrl_thundersync.harbor.policy_server import PolicyServer
+from skyrl_thundersync.harbor.trials import HarborTrials, TrialError, chat_agent, own_agent, read_trial
+from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
+from skyrl_thundersync.hosts.skyrl.config import LearnerConfig, OutcomesConfig
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.quickstart.files import materialise
-from skyrl_thundersync.rollout.client import LocalEngineClient
-from skyrl_thundersync.rollout.engine import EngineSpec
-from skyrl_thundersync.rollout.harbor_trials import HarborTrials, TrialError, chat_agent, own_agent, read_trial
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
-from skyrl_thundersync.rollout.policy_server import PolicyServer
+from skyrl_thundersync.rollout.replica import EngineSpec
 from skyrl_thundersync.sandbox import docker_engine
 from skyrl_thundersync.sandbox.base import StartError
 from skyrl_thundersync.stream.sources import Append, TrajectoryId, WorkDone
 from skyrl_thundersync.teacher.client import TeacherClient
 from skyrl_thundersync.teacher.scores import TeacherSpec
+from skyrl_thundersync.telemetry.record import Batch
 from skyrl_thundersync.trainer import Update
+from skyrl_thundersync.verify.reference import Objective, gradient, load_model, relative_error
 
 ROOT = Path(__file__).parents[2]
 MINI = ROOT / "examples" / "terminal_bench" / "mini"

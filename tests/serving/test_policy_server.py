@@ -6,10 +6,10 @@ import aiohttp
 import pytest
 from models import byte_tokenizer, forward_logps
 
-from skyrl_thundersync.rollout.chat_capture import CapturedChat, MessageError, RewrittenHistoryError, plain_messages
-from skyrl_thundersync.rollout.client import LocalEngineClient
+from skyrl_thundersync.harbor.capture import CapturedChat, MessageError, RewrittenHistoryError, plain_messages
+from skyrl_thundersync.harbor.policy_server import PolicyServer
+from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
 from skyrl_thundersync.rollout.hook import TurnHook
-from skyrl_thundersync.rollout.policy_server import PolicyServer
 from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.sources import TrajectoryId
 

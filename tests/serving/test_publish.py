@@ -12,9 +12,9 @@ import torch
 from host import Hosted
 from models import forward_logps, random_ids, tiny_qwen3
 
-from skyrl_thundersync.rollout.client import LocalEngineClient
-from skyrl_thundersync.rollout.engine import PublishingError, PublishRefusedError
-from skyrl_thundersync.rollout.publish import AdapterIgnoredError, StaleReplicaError, publish, serve_adapter
+from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
+from skyrl_thundersync.rollout.publication import AdapterIgnoredError, StaleReplicaError, publish, serve_adapter
+from skyrl_thundersync.rollout.replica import PublishingError, PublishRefusedError
 
 pytestmark = pytest.mark.timeout(480)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import forward_logps, random_ids, tiny_qwen3
 
-from skyrl_thundersync.rollout.publish import StaleReplicaError, publish
+from skyrl_thundersync.rollout.publication import StaleReplicaError, publish
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -59,7 +59,7 @@ def server(checkpoints, tmp_path):
 def publisher(address, model, lora):
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
-    from skyrl_thundersync.rollout.servers import ServerPublisher
+    from skyrl_thundersync.hosts.skyrl.servers import ServerPublisher
 
     return ServerPublisher(RemoteInferenceClient(address, [address], 1, model), lora)
 

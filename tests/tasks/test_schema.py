@@ -5,7 +5,7 @@ import json
 import polars
 import pytest
 
-from skyrl_thundersync.hosts.dataset import TaskDataset
+from skyrl_thundersync.hosts.skyrl.dataset import TaskDataset
 from skyrl_thundersync.quickstart.files import materialise
 from skyrl_thundersync.tasks.files import read_rows
 from skyrl_thundersync.tasks.schema import TaskError, TaskRow

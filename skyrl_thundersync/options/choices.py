@@ -1,0 +1,23 @@
+"""The values that text options may have. Unknown ones are refused with the nearest right one when options are read."""
+
+from skyrl_thundersync.hosts.skyrl.config import ADVANTAGE_LAWS, OBJECTIVES, SCHEDULES
+
+DTYPES = ("bfloat16", "float32")
+
+CHOICES = {
+    "thundersync.objective": OBJECTIVES,
+    "thundersync.schedule": SCHEDULES,
+    "thundersync.device": ("auto", "cpu", "cuda"),
+    "thundersync.learner.dtype": DTYPES,
+    "thundersync.learner.accumulator": ("fp32", "exact"),
+    "thundersync.teacher.backend": ("vllm", "transformers"),
+    "thundersync.teacher.dtype": DTYPES,
+    "thundersync.grpo.law": ADVANTAGE_LAWS,
+    "thundersync.sandbox.backend": ("auto", "docker", "bubblewrap"),
+    "generator.inference_engine.backend": ("vllm",),
+    "generator.inference_engine.model_dtype": DTYPES,
+    "generator.inference_engine.distributed_executor_backend": ("mp", "ray"),
+    "trainer.logger": ("wandb", "mlflow", "swanlab", "tensorboard", "console"),
+    "trainer.resume_mode": ("none", "latest", "from_path"),
+    "trainer.strategy": ("fsdp",),
+}

@@ -1,0 +1,304 @@
+"""The processes of a run: learner ranks, rollout replicas, teacher replicas, all Ray actors, started side by side.
+
+Also the update's end, which needs all of them: `finish` (one step on every rank) and `publish` (every replica
+acknowledges). Leaving the context takes everything down, whatever happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError
+from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
+from skyrl.train.utils.utils import prepare_runtime_environment
+
+from skyrl_thundersync.engines.thread import EngineSpec
+from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
+from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
+from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
+from skyrl_thundersync.hosts.skyrl.servers import ServerPublisher
+from skyrl_thundersync.preflight.models import longest_sampled
+from skyrl_thundersync.process.check import Check, require
+from skyrl_thundersync.process.files import seal_claimed
+from skyrl_thundersync.process.heartbeat import gone, named
+from skyrl_thundersync.process.interrupts import apart
+from skyrl_thundersync.process.limits import available_memory, update_disk, update_memory
+from skyrl_thundersync.rollout.publication import publish
+from skyrl_thundersync.rollout.replica import engine_spec, start_replicas
+from skyrl_thundersync.runtime.ranks import Learners, require_kept
+from skyrl_thundersync.stream.ledger import Ledger, LedgerError
+from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, TeacherError, start_teachers
+from skyrl_thundersync.teacher.preflight import check_context, check_scores, same_checkpoint
+from skyrl_thundersync.teacher.scores import TeacherSpec
+from skyrl_thundersync.telemetry.display import Display
+from skyrl_thundersync.trainer import LearnerRank
+
+
+class Cluster:
+    """Context manager around everything that runs beside the driver.
+
+    Attributes:
+        version: policy version that the replicas serve: the number of optimizer steps taken.
+        ranks: the learner ranks.
+        saved: folder of the last model written; None before.
+    """
+
+    def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display) -> None:
+        self._cfg, self._run_dir, self._display = cfg, run_dir, display
+        self._device = "cuda" if uses_cuda(cfg) else "cpu"
+        self._publish_dir, self._kept_dir = run_dir / "published", run_dir / "kept"
+        self._target: LocalEngineClient | ServerPublisher | None = None
+        self._learners: Learners | None = None
+        self._teacher: TeacherClient | None = None
+        self._served: int | None = None
+        self._published_bytes = self._kept_bytes = 0
+        self._probe_ids: list[int] = []
+        self.version = 0
+        self.ranks: list[LearnerRank] = []
+        self.saved: Path | None = None
+
+    def __enter__(self) -> Cluster:
+        # Ray lowers its workers' priority, for drivers that people type into; here they are the work.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray keeps a history of calls for its dashboard, which is off: 0.2 MiB more an update.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        with apart():  # they are needed for the end's checkpoint
+            ray.init(
+                # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
+                num_cpus=None if self._device == "cuda" else 8,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                runtime_env={"env_vars": self._environment()},
+            )
+        return self
+
+    def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
+        """Raises DeadActorError, naming the processes that are gone, in place of what Ray says of one."""
+        lost = isinstance(error, Exception) and isinstance(_root(error), RayActorError)
+        dead = (gone(self._run_dir / "logs") or self._broke_off(_root(error))) if lost else []
+        ray.shutdown()
+        for folder in (self._publish_dir, self._kept_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        if dead:
+            raise DeadActorError("; ".join(dead)) from error
+
+    def _broke_off(self, error: BaseException) -> list[str]:
+        """The process that Ray's error is about, where it lives on: only its connection is gone."""
+        found = re.search(r"\bpid: (\d+)", str(error))
+        name = found and named(self._run_dir / "logs", int(found[1]))
+        return [f"no connection any more to {name}"] if name else []
+
+    def start(self, tokenizer) -> None:
+        """Start every actor at once and wait until all are ready.
+
+        Raises what an actor's constructor raised: a missing model, an unsupported layer, a vocabulary that does not fit.
+        """
+        begin = time.perf_counter()
+        logs = self._run_dir / "logs"
+        self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
+        count = self._cfg.generator.inference_engine.num_engines
+        if self._device == "cpu":
+            replicas = start_replicas(self._replica_spec(), count, logs)
+            self._target = LocalEngineClient(
+                replicas, tokenizer, self._cfg.trainer.policy.model.path, self._display.say
+            )
+        self.ranks = self._learners.ranks()
+        if self._cfg.thundersync.objective == "opd":
+            self._teacher = self._start_teacher(logs)
+        rng = random.Random(self._cfg.trainer.seed)
+        self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]
+        asyncio.run(self._ready())
+        if self._cfg.thundersync.learner.max_restarts:
+            self._kept_bytes = self.checkpoint_bytes()  # a little more than the shards alone
+        parts = [f"{len(self.ranks)} learner ranks"]
+        if self._device == "cpu":
+            parts.append(f"{count} rollout replica{'s' * (count > 1)}")
+        if self._teacher:
+            count = self._cfg.thundersync.teacher.replicas
+            parts.append(f"{count} teacher replica{'s' * (count > 1)}")
+        self._display.say(f"{', '.join(parts)} up in {time.perf_counter() - begin:.0f} s on {self._device}")
+
+    async def _ready(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self._target is not None:
+                tasks.create_task(self._target.ready())
+            for actor in self._learners.actors:
+                tasks.create_task(_await(actor.stats.remote()))
+            if self._teacher:
+                tasks.create_task(self._check_teacher())
+
+    async def _check_teacher(self) -> None:
+        """DESIGN.md §8: the context fits, repeated requests agree, and teacher = student gives no divergence."""
+        check_context(await self._teacher.ready(), self._longest)
+        student, teacher = self._cfg.trainer.policy.model.path, self._cfg.thundersync.teacher.model
+        own = None
+        if same_checkpoint(student, teacher):
+            own = await self._learners.actors[0].logps.remote(self._probe_ids)
+        tolerance = 1e-3 if self._cfg.thundersync.teacher.dtype == "float32" else 0.2
+        await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
+
+    def rollout_client(self, host_client: Callable[[], InferenceEngineInterface]) -> InferenceEngineInterface:
+        """The client that samples: the replicas started here or, with GPUs, the host's own inference servers.
+
+        The route over the host's servers has not been run on a GPU.
+        """
+        if self._device == "cpu":
+            return self._target
+        client = host_client()
+        self._target = ServerPublisher(client, lora=self._cfg.trainer.policy.model.lora.rank > 0)
+        return client
+
+    def _environment(self) -> dict[str, str]:
+        """Environment variables of every actor."""
+        own = {"TOKENIZERS_PARALLELISM": "false"}
+        return own if self._device == "cpu" else {**prepare_runtime_environment(self._cfg), **own}
+
+    @property
+    def teacher(self) -> TeacherClient | None:
+        """None for objectives without one."""
+        return self._teacher
+
+    def teacher_counts(self) -> TeacherCounts | None:
+        """What the teacher did for the update that just ran."""
+        return self._teacher.take_counts() if self._teacher else None
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest possible trajectory of training."""
+        generator = self._cfg.generator
+        return generator.max_input_length + generator.sampling_params.max_generate_length
+
+    def finish(self, ledger: Ledger) -> dict:
+        """One step on every rank. Returns what rank 0 reported, and the ranks' peaks (host_peak_bytes, device_peak_bytes).
+
+        Raises:
+            LedgerError: the learners scored another number of tokens than the ledger registered.
+        """
+        self._learners.begin_finish()
+        actors = self._learners.actors
+        calls = [actor.finish.remote() for actor in actors] + [actor.stats.remote() for actor in actors]
+        answers = ray.get(calls)  # together: any rank's error is raised at once
+        finish, stats = answers[0], answers[len(actors) :]
+        if finish["n_scored"] != ledger.n_scored:
+            raise LedgerError(
+                f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
+                "lost or learned twice"
+            )
+        self.version += finish["stepped"]
+        return finish | {name: max(s[name] for s in stats) for name in ("host_peak_bytes", "device_peak_bytes")}
+
+    def require_room(self) -> None:
+        """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""
+        require([self._disk(), update_memory(available_memory())], MachineFullError)
+
+    def _disk(self) -> Check:
+        return update_disk(self._run_dir, self._published_bytes + self._kept_bytes)
+
+    async def rest(self) -> None:
+        """The teacher has done all it was asked, the freeing of closed trajectories included."""
+        if self._teacher:
+            await self._teacher.stats()
+
+    async def settle(self) -> None:
+        """Every rank is there and holds its part of the batch; one that died since its last work is started again."""
+        await self._learners.settle()
+
+    async def publish(self) -> None:
+        """Make every replica serve θ of `version` and prove it, unless they do; the ranks keep what a restart needs.
+
+        Raises MachineFullError before anything is written.
+        """
+        require([self._disk()], MachineFullError)
+        if self._served != self.version:
+            await self._publish()
+        self._learners.keep(self.version)
+
+    async def _publish(self) -> None:
+        folder = self._publish_dir / f"version_{self.version}"
+        learner = self._learners.actors[0]
+        _, expected = await asyncio.gather(
+            _await(learner.save_weights.remote(str(folder))), _await(learner.logps.remote(self._probe_ids))
+        )
+        tolerance = self._cfg.thundersync.publish.tolerance
+        await publish(str(folder), self.version, self._target, self._probe_ids, expected, tolerance)
+        self._served = self.version
+        self._published_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        shutil.rmtree(folder)
+
+    def save_model(self, folder: Path) -> None:
+        """The student (or, with LoRA, the adapter) in Hugging Face format. Raises NotWrittenError when it is not there."""
+        seal_claimed(folder, ray.get(self._learners.actors[0].export.remote(str(folder))))
+        self.saved = folder
+
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint of the learners takes on disk, about."""
+        return ray.get(self._learners.actors[0].checkpoint_bytes.remote())
+
+    def describe_learners(self) -> dict:
+        """What a checkpoint must fit: parameter names and shapes, and a digest of what is frozen."""
+        return ray.get(self._learners.actors[0].describe.remote())
+
+    def save_learners(self, folder: Path) -> list[dict]:
+        """Every rank writes its part of a checkpoint; what each says of it (learner/checkpoint.py), in rank order."""
+        return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners.actors])
+
+    def keep_learners(self, folder: Path) -> dict:
+        """As `save_learners`, for this process's own use: not flushed. Returns what `load_learners` takes as `saved`."""
+        parts = ray.get([actor.keep.remote(str(folder)) for actor in self._learners.actors])
+        require_kept(folder, parts)
+        return {**parts[0], "ranks": len(parts)}
+
+    def learner_stats(self) -> list[dict]:
+        """What every rank says of itself (`LearnerRank.stats`), in rank order."""
+        return ray.get([actor.stats.remote() for actor in self._learners.actors])
+
+    def use_schedule(self, schedule: str) -> None:
+        """Follow another schedule from the next update on. Call it between updates."""
+        self._cfg.thundersync.schedule = schedule
+        self._learners.follow_schedule()
+
+    def load_learners(self, folder: Path, saved: dict, version: int) -> None:
+        """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
+        ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners.actors])
+        self.version, self._served = version, None
+
+    def _start_teacher(self, logs: Path) -> TeacherClient:
+        teacher = self._cfg.thundersync.teacher
+        replicas = start_teachers(self._teacher_spec(), teacher.replicas, logs)
+        return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries, say=self._display.say)
+
+    def _replica_spec(self) -> EngineSpec:
+        """Evaluation samples from the same replicas, with its own limit of a turn."""
+        return engine_spec(
+            self._cfg, longest_sampled(self._cfg), self._cfg.trainer.policy.model.lora.rank, self._device
+        )
+
+    def _teacher_spec(self) -> TeacherSpec:
+        teacher = self._cfg.thundersync.teacher
+        return TeacherSpec(
+            model=teacher.model,
+            backend=teacher.backend,
+            dtype=teacher.dtype,
+            max_model_len=self._longest,
+            prefix_cache=teacher.prefix_cache,
+            device=self._device,
+        )
+
+
+def _root(error: BaseException) -> BaseException:
+    error = first_cause(error)
+    return error.__cause__ if isinstance(error, TeacherError) and error.__cause__ else error
+
+
+async def _await(reference):
+    return await reference
