@@ -46,9 +46,11 @@ faults: env
 	@scripts/system_deps.sh
 	$(VENV)/bin/python -m benchmarks.faults
 
+# Style, and who may import whom (pyproject.toml).
 lint: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 
 # Resolve the locks again, keeping every pin that still fits.
 COMPILE = uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes \

@@ -34,9 +34,9 @@ from rich.table import Table
 
 from benchmarks.plain_pass import save_shape
 from benchmarks.timed_update import learner, measure
+from skyrl_thundersync import theory
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
 from skyrl_thundersync.report import curves
-from skyrl_thundersync.simulate import theory
 from skyrl_thundersync.simulate.machines import Machine
 from skyrl_thundersync.simulate.meter import Figures, Policy
 from skyrl_thundersync.simulate.virtual_update import direct

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from skyrl_thundersync.simulate import theory
+from skyrl_thundersync import theory
 from skyrl_thundersync.simulate.machines import Machine
 from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks.fault_phases import AT_WORK, go_on, stopped_in
-from skyrl_thundersync.hosts.skyrl.validate import checked_config
+from skyrl_thundersync.hosts.skyrl.checks import checked_config
 from skyrl_thundersync.process.interrupts import PREEMPTING
 from skyrl_thundersync.runtime.checkpoint import POINTER, read
 from skyrl_thundersync.runtime.run_folder import LOCK, owned

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.report.rundata import read_metrics
 from skyrl_thundersync.runtime import checkpoint
 from skyrl_thundersync.runtime.run_folder import LOCK, in_use, owned, problems
+from skyrl_thundersync.telemetry.rundata import read_metrics
 
 HOLD = """
 import sys, time

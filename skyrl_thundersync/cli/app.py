@@ -22,6 +22,7 @@ from skyrl_thundersync.cli import data as data_cli
 from skyrl_thundersync.cli import evaluate as eval_cli
 from skyrl_thundersync.cli import insight
 from skyrl_thundersync.errors import ConfigError, tell
+from skyrl_thundersync.hosts.skyrl.door import enter_skyrl, to_dotlist
 from skyrl_thundersync.options import presets
 from skyrl_thundersync.options import registry as plugins
 
@@ -132,22 +133,12 @@ def run(arguments: list[str], *, dry_run: bool = False, full: bool = False) -> i
         if plugin.dry_run is None:
             raise ConfigError(f"the plugin {plugin.name} has no dry run")
         return plugins.load(plugin.dry_run)(chosen, full)
-    arguments = presets.to_dotlist(merged)
+    arguments = to_dotlist(merged)
     if plugin.check is not None:
         with Console(stderr=True).status("checking"):
             plugins.load(plugin.check)(*arguments)
     enter_skyrl([f"trainer.override_entrypoint={plugin.entrypoint}", *arguments])
     return 0
-
-
-def enter_skyrl(arguments: list[str]) -> None:
-    """SkyRL's own way in: its `main()` reads `sys.argv`, imports the entry point named there and calls its `main()`."""
-    from skyrl_thundersync.process.quiet import quiet_imports
-
-    sys.argv = ["skyrl.train.entrypoints.main_base", *arguments]
-    with Console(stderr=True).status("loading SkyRL, vLLM and torch"), quiet_imports():
-        from skyrl.train.entrypoints import main_base
-    main_base.main()
 
 
 def main() -> None:

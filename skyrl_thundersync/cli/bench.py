@@ -1,9 +1,9 @@
 """`skyrl-thundersync bench`: one configuration under sync, group and thundersync, update by update in one run.
 
 Each round gives the same batch of tasks, from the same weights and seeds, to every schedule in turn
-(hosts/skyrl/interleaved.py), so that a machine whose speed drifts hits all of them. The first round is warm-up and dropped. Speed-up of a schedule is
-sync's step ÷ its own within a round; the median over rounds, with the range. A sweep repeats this for every value of one
-option.
+(hosts/skyrl/interleaved.py), so that a machine whose speed drifts hits all of them. The first round is warm-up and dropped.
+Speed-up of a schedule is sync's step ÷ its own within a round; the median over rounds, with the range. A sweep repeats this
+for every value of one option.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def command(
 def _refuse_what_cannot_run(cases: list[list[str]]) -> None:
     """Read every configuration before the first of many runs starts. Raises ConfigError."""
     with Console(stderr=True).status("reading the configuration"):
-        from skyrl_thundersync.hosts.skyrl.validate import checked_config
+        from skyrl_thundersync.hosts.skyrl.checks import checked_config
 
         for arguments in cases:
             checked_config(*arguments)

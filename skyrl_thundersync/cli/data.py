@@ -183,7 +183,7 @@ def _finish(
 
 def _execution_problems(tasks: list[Any], backend: str, workers: int) -> Mapping[str, str | None]:
     from skyrl_thundersync.data.execution import check_all
-    from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+    from skyrl_thundersync.options.schema import SandboxConfig
     from skyrl_thundersync.sandbox.base import SandboxError
     from skyrl_thundersync.sandbox.pool import SandboxPool
     from skyrl_thundersync.tasks import terminal_env

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-
-from skyrl_thundersync.errors import ConfigError
 
 HELP = """Evaluate a model on terminal tasks: independent attempts, pass@1, pass@3 and pass@5.
 
@@ -77,27 +74,6 @@ def show(summary: dict[str, Any], output: Path) -> None:
     console.print(str(output / "summary.json"), soft_wrap=True)
 
 
-def markdown(summary: dict[str, Any], title: str) -> str:
-    """The same as a Markdown table, with one line per task."""
-    lines = [f"# {title}", "", "| | first k | unbiased |", "|---|---|---|"]
-    lines += [f"| pass@{k} | {v['first_k']:.2f} | {v['unbiased']:.2f} |" for k, v in summary["pass_at_k"].items()]
-    lines += ["", f"| task | solved of {summary['attempts']} |", "|---|---|"]
-    lines += [f"| {task} | {count} |" for task, count in summary["solved"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def write(summary: dict[str, Any], title: str, output: Path) -> None:
-    """summary.json, summary.md and pass.svg."""
-    from skyrl_thundersync.evaluate.plot import pass_plot
-
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    (output / "summary.md").write_text(markdown(summary, title), encoding="utf-8")
-    (output / "pass.svg").write_text(pass_plot(summary, title), encoding="utf-8")
-
-
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command("eval", help=HELP)(evaluate)
-
-
-__all__ = ["ConfigError", "evaluate", "markdown", "register", "show", "write"]

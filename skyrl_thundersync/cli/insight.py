@@ -26,7 +26,7 @@ ELSEWHERE = (
         "Time one configuration under sync, group and thundersync on the same seeds.",
     ),
     ("simulate", "skyrl_thundersync.simulate.command", "Predict step time, tail and memory in virtual time."),
-    ("theory", "skyrl_thundersync.simulate.theory", "What overlap is worth by the paper's theory."),
+    ("theory", "skyrl_thundersync.cli.theory", "What overlap is worth by the paper's theory."),
     (
         "rehearse",
         "skyrl_thundersync.cli.rehearse",
@@ -134,7 +134,7 @@ def report(
     (objective, model, tasks, batch, lengths, seed, …) has no speed-up; what differs is said.
     """
     from skyrl_thundersync.report import report as pages
-    from skyrl_thundersync.report.rundata import read_run
+    from skyrl_thundersync.telemetry.rundata import read_run
 
     read = _readable(lambda: [read_run(run, warmup) for run in runs])
     figures = _readable(lambda: pages.summary(read))
@@ -177,8 +177,8 @@ def doctor(
 
         with Console(stderr=True).status("reading the configuration"), quiet_imports():
             from skyrl_thundersync.hosts.skyrl.checks import run_checks
+            from skyrl_thundersync.hosts.skyrl.compose import build_config
             from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
-            from skyrl_thundersync.options.presets import build_config
 
             cfg = build_config(chosen)
             apply_host_defaults(cfg)

@@ -43,7 +43,7 @@ def command(
 
     chosen = [argument for argument in arguments or [] if argument != "+plugin=thundersync"]
     with Console(stderr=True).status("rehearsing; a minute or more"), quiet_imports():
-        from skyrl_thundersync.options.presets import build_config
+        from skyrl_thundersync.hosts.skyrl.compose import build_config
         from skyrl_thundersync.rehearse.estimate import estimate
 
         cfg = build_config([*chosen, "thundersync.device=cuda"])

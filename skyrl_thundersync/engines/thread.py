@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+
 
 class EngineFailedError(RuntimeError):
     """The engine's thread died; the message carries its original traceback."""
@@ -300,3 +302,9 @@ def logprobs_of(positions: Any, ids: list[int], first: int) -> list[float]:
             raise RuntimeError(f"vLLM returned no log-prob of token {ids[index]} at position {index}")
         values.append(float(positions[index][ids[index]].logprob))
     return values
+
+
+def kv_cache_gib(cfg: TrainConfig) -> float:
+    """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or the default."""
+    given = cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes")
+    return EngineSpec.kv_cache_gib if given is None else given / 2**30

@@ -17,16 +17,16 @@ import ray
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from skyrl_thundersync.cli import evaluate as eval_cli
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.evaluate import swe_bench
+from skyrl_thundersync.evaluate import results, swe_bench
 from skyrl_thundersync.evaluate.attempts import AttemptFiles, summarise
+from skyrl_thundersync.evaluate.episodes import evaluate, read_tasks
 from skyrl_thundersync.hosts.skyrl.checks import sandbox
 from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
-from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults, uses_cuda
-from skyrl_thundersync.hosts.skyrl.episodes import evaluate, read_tasks
+from skyrl_thundersync.hosts.skyrl.compose import build_config
+from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.generator import GuardedGenerator
-from skyrl_thundersync.options.presets import build_config
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight import models as inputs
 from skyrl_thundersync.process.limits import raise_own_limits
 from skyrl_thundersync.process.quiet import quiet_imports
@@ -83,7 +83,7 @@ def run(
         with console.status("grading"):
             grade(output)
     summary = summarise(output, task_ids, attempts)
-    eval_cli.write(summary, Path(cfg.trainer.policy.model.path).name, output)
+    results.write(summary, Path(cfg.trainer.policy.model.path).name, output)
     return summary
 
 

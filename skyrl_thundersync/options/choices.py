@@ -1,6 +1,6 @@
 """The values that text options may have. Unknown ones are refused with the nearest right one when options are read."""
 
-from skyrl_thundersync.hosts.skyrl.config import ADVANTAGE_LAWS, OBJECTIVES, SCHEDULES
+from skyrl_thundersync.options.schema import ADVANTAGE_LAWS, OBJECTIVES, SCHEDULES
 
 DTYPES = ("bfloat16", "float32")
 

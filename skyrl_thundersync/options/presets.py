@@ -11,15 +11,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.hosts.skyrl.paths import placed
 from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.options.types import dataclass_in, fields, not_a_choice, optional_blocks, type_problem
-
-if TYPE_CHECKING:
-    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 COMMAND_LINE = "command line"
 
@@ -35,7 +31,7 @@ class Override:
 
 def own_presets() -> Path:
     """Folder of this package's presets: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
@@ -207,44 +203,6 @@ def resolve(
                 leaf = dataclasses.replace(leaf, value=_deep_merge(before.value, leaf.value))
             merged[leaf.key] = leaf
     return merged
-
-
-def to_dotlist(merged: Mapping[str, Override]) -> list[str]:
-    """`key=value` arguments that SkyRL's own parser reads back to the same values."""
-    from skyrl.train.config.config import overrides_dict_to_dotlist
-
-    return overrides_dict_to_dotlist({key: leaf.value for key, leaf in merged.items()})
-
-
-def build_config(args: Sequence[str]) -> TrainConfig:
-    """The typed configuration of a run of this plugin.
-
-    Args:
-        args: `[+config=GROUP/NAME] key=value …`, as after `trainer.override_entrypoint` was taken out.
-
-    Returns:
-        A `TrainConfig` with presets merged, quickstart placeholders replaced by prepared files and `~` expanded. Still to
-        do: `host_defaults.apply_host_defaults` and `validate.validate`.
-
-    Raises:
-        ConfigError: an unknown or ill-typed option, with its origin; a rule of SkyRL's own configuration classes.
-    """
-    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
-    from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS
-    from skyrl_thundersync.options.choices import CHOICES
-
-    selectors, _ = split_arguments(args)
-    if selectors.get("plugin", "thundersync") != "thundersync":
-        raise ConfigError(f"+plugin={selectors['plugin']}: this is the entry point of the plugin thundersync")
-    merged = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
-    values = placed(merged)
-    # One optimizer step per logical batch: SkyRL's mini batch is the whole batch unless somebody says otherwise.
-    values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
-    values.setdefault("trainer.critic_mini_batch_size", values["trainer.policy_mini_batch_size"])
-    try:
-        return TrainConfig.from_cli_overrides(values)
-    except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
 
 
 def _unknown(key: str, name: str, prefix: str, siblings: list[str], config_class: type, origin: str) -> str:

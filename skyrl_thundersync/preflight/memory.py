@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
-from skyrl_thundersync.preflight.models import kv_cache_gib, model_config, model_parameters, served_bytes
+from skyrl_thundersync.engines.thread import kv_cache_gib
+from skyrl_thundersync.options.schema import uses_cuda
+from skyrl_thundersync.preflight.models import model_config, model_parameters, served_bytes
 from skyrl_thundersync.process.check import Check
 from skyrl_thundersync.process.limits import GIB, available_memory
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,9 +180,3 @@ def context_problems(cfg: TrainConfig, option: str, path: str, turns: Mapping[st
             "Raise it, or lower one of the two."
         )
     return problems
-
-
-def kv_cache_gib(cfg: TrainConfig) -> float:
-    """K/V cache of a rollout replica without GPUs: `kv_cache_memory_bytes`, the name that vLLM gives it, or the default."""
-    given = cfg.generator.inference_engine.engine_init_kwargs.get("kv_cache_memory_bytes")
-    return EngineSpec.kv_cache_gib if given is None else given / 2**30

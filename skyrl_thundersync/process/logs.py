@@ -10,8 +10,8 @@ from skyrl_thundersync.process.heartbeat import announce, beat
 def redirect(path: str | Path, heartbeat: bool = True) -> None:
     """Send this process's stdout and stderr, those of C libraries included, to `path` (appended).
 
-    A file beside it says what the process is at: NAME.alive with `heartbeat`, which also shows that it lives (heartbeat.py), else
-    NAME.status.
+    A file beside it says what the process is at: NAME.alive with `heartbeat`, which also shows that it lives (heartbeat.py),
+    else NAME.status.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

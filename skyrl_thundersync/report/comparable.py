@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_thundersync.report.rundata import RunData
+from skyrl_thundersync.telemetry.rundata import RunData
 
 SAME_WORK = {
     "objective": ("thundersync.objective", "thundersync.grpo.law", "thundersync.grpo.epsilon"),

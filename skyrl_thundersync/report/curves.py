@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from skyrl_thundersync import theory
 from skyrl_thundersync.report.svg import Chart, document
-from skyrl_thundersync.simulate import theory
 
 COLOURS = ("#1f5fa8", "#c2571a", "#2d7d46", "#7a4aa0", "#8a6d1b", "#5b5b5b")
 WIDTH, HEIGHT = 640, 400

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from skyrl_thundersync import theory
 from skyrl_thundersync.report.comparable import incomparable, other_means
 from skyrl_thundersync.report.page import card, figure, page, table
-from skyrl_thundersync.report.rundata import PHASES, RunData, baseline_of, speed_up
 from skyrl_thundersync.report.svg import Chart, legend, number
-from skyrl_thundersync.simulate import theory
+from skyrl_thundersync.telemetry.rundata import PHASES, RunData, baseline_of, speed_up
 from skyrl_thundersync.telemetry.timeline import lanes, tracks
 
 COLORS = {"rollout": "rollout", "tail": "tail", "finish": "finish", "publish": "publish", "host": "muted"}

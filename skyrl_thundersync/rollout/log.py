@@ -17,9 +17,8 @@ from typing import Any
 
 from skyrl_thundersync.process.files import replace_text
 from skyrl_thundersync.rollout.outcomes import outcome_of
-from skyrl_thundersync.runtime.run_folder import ROLLOUTS
 
-TASKS = "tasks.json"
+ROLLOUTS, TASKS = "rollouts", "tasks.json"
 LONGEST = 20_000
 """Characters of a trajectory's part that are kept: head and tail of longer ones."""
 SOME = 3

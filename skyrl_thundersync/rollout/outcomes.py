@@ -15,21 +15,16 @@ A source that was released is not taken back. Hence "retried" is only for what f
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_thundersync.sandbox.base import StartError
 
 if TYPE_CHECKING:  # it imports all of SkyRL
-    from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig
+    from skyrl_thundersync.options.schema import OutcomesConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-LARGEST_REWARD = 1e30
-REWARD_RULE = f"a reward is a finite number of at most {LARGEST_REWARD:g} in size"
-"""Times a gradient and summed over a batch, rewards are to stay within FP32 (3.4e38)."""
 
 ALLOWED = {
     "start_failed": ("retried", "stop"),
@@ -61,15 +56,6 @@ _FROM_METRICS = (  # the first that applies
     ("verifier_failed", "verifier_failed"),
     ("agent_timed_out", "timeout"),
 )
-
-
-def usable_reward(said: object) -> float | None:
-    """A reward, or the text of one, as a number; None where it is none by `REWARD_RULE`."""
-    try:
-        reward = float(said)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return reward if math.isfinite(reward) and abs(reward) <= LARGEST_REWARD else None
 
 
 def allowed(outcome: str, objective: str) -> tuple[str, ...]:

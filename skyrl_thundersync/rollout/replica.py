@@ -19,9 +19,9 @@ from skyrl_thundersync.engines.thread import (
     EngineThread,
     RefusedRequestError,
     build_engine,
+    kv_cache_gib,
     logprobs_of,
 )
-from skyrl_thundersync.preflight.models import kv_cache_gib
 from skyrl_thundersync.process.heartbeat import at, doing
 from skyrl_thundersync.process.logs import redirect
 

@@ -14,25 +14,21 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError
-from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
-from skyrl.train.utils.utils import prepare_runtime_environment
 
 from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
-from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
-from skyrl_thundersync.hosts.skyrl.config import TrainConfig
-from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
-from skyrl_thundersync.hosts.skyrl.servers import ServerPublisher
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import longest_sampled
 from skyrl_thundersync.process.check import Check, require
 from skyrl_thundersync.process.files import seal_claimed
 from skyrl_thundersync.process.heartbeat import gone, named
 from skyrl_thundersync.process.interrupts import apart
 from skyrl_thundersync.process.limits import available_memory, update_disk, update_memory
-from skyrl_thundersync.rollout.publication import publish
+from skyrl_thundersync.rollout.publication import Publishable, publish
 from skyrl_thundersync.rollout.replica import engine_spec, start_replicas
 from skyrl_thundersync.runtime.ranks import Learners, require_kept
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
@@ -40,7 +36,30 @@ from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, Teach
 from skyrl_thundersync.teacher.preflight import check_context, check_scores, same_checkpoint
 from skyrl_thundersync.teacher.scores import TeacherSpec
 from skyrl_thundersync.telemetry.display import Display
-from skyrl_thundersync.trainer import LearnerRank
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+    from skyrl_thundersync.trainer import LearnerRank
+
+
+class Host(Protocol):
+    """What the training framework brings to the processes."""
+
+    def environment(self, cfg: TrainConfig) -> dict[str, str]:
+        """Environment variables that its own actors on CUDA devices get."""
+
+    def client(self, replicas: list[Any], tokenizer: Any, model: str, say: Callable[[str], None]) -> SamplingClient:
+        """Its inference client over the rollout replicas that were started here."""
+
+    def publisher(self, client: Any, lora: bool) -> Publishable:
+        """What publishes to the inference servers behind its own client."""
+
+
+class SamplingClient(Publishable, Protocol):
+    """The host's inference client over replicas."""
+
+    async def ready(self) -> list[dict[str, Any]]:
+        """What every replica says of itself, once all are up."""
 
 
 class Cluster:
@@ -52,11 +71,12 @@ class Cluster:
         saved: folder of the last model written; None before.
     """
 
-    def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display) -> None:
-        self._cfg, self._run_dir, self._display = cfg, run_dir, display
+    def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display, host: Host) -> None:
+        self._cfg, self._run_dir, self._display, self._host = cfg, run_dir, display, host
         self._device = "cuda" if uses_cuda(cfg) else "cpu"
         self._publish_dir, self._kept_dir = run_dir / "published", run_dir / "kept"
-        self._target: LocalEngineClient | ServerPublisher | None = None
+        self._replicas: SamplingClient | None = None
+        self._target: Publishable | None = None
         self._learners: Learners | None = None
         self._teacher: TeacherClient | None = None
         self._served: int | None = None
@@ -109,9 +129,8 @@ class Cluster:
         count = self._cfg.generator.inference_engine.num_engines
         if self._device == "cpu":
             replicas = start_replicas(self._replica_spec(), count, logs)
-            self._target = LocalEngineClient(
-                replicas, tokenizer, self._cfg.trainer.policy.model.path, self._display.say
-            )
+            model = self._cfg.trainer.policy.model.path
+            self._target = self._replicas = self._host.client(replicas, tokenizer, model, self._display.say)
         self.ranks = self._learners.ranks()
         if self._cfg.thundersync.objective == "opd":
             self._teacher = self._start_teacher(logs)
@@ -130,8 +149,8 @@ class Cluster:
 
     async def _ready(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            if self._target is not None:
-                tasks.create_task(self._target.ready())
+            if self._replicas is not None:
+                tasks.create_task(self._replicas.ready())
             for actor in self._learners.actors:
                 tasks.create_task(_await(actor.stats.remote()))
             if self._teacher:
@@ -147,21 +166,21 @@ class Cluster:
         tolerance = 1e-3 if self._cfg.thundersync.teacher.dtype == "float32" else 0.2
         await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
 
-    def rollout_client(self, host_client: Callable[[], InferenceEngineInterface]) -> InferenceEngineInterface:
-        """The client that samples: the replicas started here or, with GPUs, the host's own inference servers.
+    def rollout_client(self, host_client: Callable[[], Any]) -> Any:
+        """The client that samples: over the replicas started here or, with GPUs, `host_client`'s, over the host's servers.
 
         The route over the host's servers has not been run on a GPU.
         """
-        if self._device == "cpu":
-            return self._target
+        if self._replicas is not None:
+            return self._replicas
         client = host_client()
-        self._target = ServerPublisher(client, lora=self._cfg.trainer.policy.model.lora.rank > 0)
+        self._target = self._host.publisher(client, lora=self._cfg.trainer.policy.model.lora.rank > 0)
         return client
 
     def _environment(self) -> dict[str, str]:
         """Environment variables of every actor."""
         own = {"TOKENIZERS_PARALLELISM": "false"}
-        return own if self._device == "cpu" else {**prepare_runtime_environment(self._cfg), **own}
+        return own if self._device == "cpu" else {**self._host.environment(self._cfg), **own}
 
     @property
     def teacher(self) -> TeacherClient | None:

@@ -19,17 +19,19 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 
-from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LoraSettings, RankSpec
 from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
 from skyrl_thundersync.process.files import NotWrittenError
 from skyrl_thundersync.stream.sources import Work, WorkDone
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 T = TypeVar("T")
 

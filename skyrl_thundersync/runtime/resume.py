@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.learner.checkpoint import shard_name
 from skyrl_thundersync.runtime.checkpoint import (
     MARGIN,
@@ -26,6 +25,9 @@ from skyrl_thundersync.runtime.checkpoint import (
 from skyrl_thundersync.runtime.cluster import Cluster
 from skyrl_thundersync.runtime.driver_state import Continued, driver_random_state, restore_driver_random_state
 from skyrl_thundersync.runtime.same_run import changes, check_run, run_facts
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 
 class NothingLeftError(Exception):
@@ -72,7 +74,7 @@ class Checkpoints:
         return path
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        from skyrl.train.config import get_config_as_yaml_str
+        from skyrl_thundersync.options.schema import as_yaml
 
         ranks = self._cluster.save_learners(folder)
         steps = [rank["steps"] for rank in ranks]
@@ -80,7 +82,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the ranks took {steps} steps, {self._cluster.version} were acknowledged: nothing saved"
             )
-        (folder / "config.yaml").write_text(get_config_as_yaml_str(self._cfg), encoding="utf-8")
+        (folder / "config.yaml").write_text(as_yaml(self._cfg), encoding="utf-8")
         (folder / "random.json").write_text(json.dumps(self._random), encoding="utf-8")
         facts = {
             "policy_version": self._cluster.version,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.process.files import replace_text
+from skyrl_thundersync.rollout.log import ROLLOUTS
 from skyrl_thundersync.runtime import checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 """What flock says on a filesystem that keeps no locks."""
 PATIENCE_S = 1.0
 """A check looks at the lock for some microseconds: a run that starts meanwhile tries again."""
-METRICS, RECORD, ROLLOUTS = "metrics.jsonl", "record", "rollouts"
+METRICS, RECORD = "metrics.jsonl", "record"
 WRITTEN = (
     "config.yaml",
     METRICS,

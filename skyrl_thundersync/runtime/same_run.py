@@ -112,10 +112,11 @@ def resume_problems(cfg: TrainConfig) -> list[str]:
 def changes(path: Path, cfg: TrainConfig) -> list[str]:
     """What a run does otherwise than the one that wrote a checkpoint: `option: was → is`, of every option that differs."""
     import yaml
-    from skyrl.train.config import get_config_as_yaml_str
+
+    from skyrl_thundersync.options.schema import as_yaml
 
     was = dict(_leaves(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))))
-    now = dict(_leaves(yaml.safe_load(get_config_as_yaml_str(cfg))))
+    now = dict(_leaves(yaml.safe_load(as_yaml(cfg))))
     differing = [key for key in was | now if key not in OWN and was.get(key) != now.get(key)]
     return [f"{key}: {_short(was.get(key))} → {_short(now.get(key))}" for key in differing]
 

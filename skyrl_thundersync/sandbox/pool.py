@@ -19,7 +19,7 @@ from skyrl_thundersync.sandbox.shell import ShellSandbox
 from skyrl_thundersync.sandbox.warm import Kind, WarmSandboxes
 
 if TYPE_CHECKING:  # it imports all of SkyRL
-    from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+    from skyrl_thundersync.options.schema import SandboxConfig
 
 logger = logging.getLogger(__name__)
 

@@ -151,8 +151,8 @@ def settings(arguments: list[str]) -> tuple[Workload, Machine]:
 
 def of_config(arguments: list[str]) -> tuple[dict, dict]:
     """What a run's configuration says of the batch and of the machine; speeds, lengths and times it does not know."""
+    from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
-    from skyrl_thundersync.options.presets import build_config
     from skyrl_thundersync.preflight.memory import learner_ranks
     from skyrl_thundersync.process.quiet import quiet_imports
 

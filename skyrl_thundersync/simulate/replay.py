@@ -11,13 +11,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from skyrl_thundersync.report.rundata import read_metrics
 from skyrl_thundersync.simulate.machines import Machine
 from skyrl_thundersync.simulate.meter import Policy
-from skyrl_thundersync.simulate.theory import measured_error
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import RecordedRollouts
 from skyrl_thundersync.telemetry.record import Batch, load_batches
+from skyrl_thundersync.telemetry.rundata import read_metrics
+from skyrl_thundersync.theory import measured_error
 
 FIT_ROUNDS = 6
 

@@ -18,8 +18,8 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, CommandResult
+from skyrl_thundersync.tasks.reward import REWARD_RULE, usable_reward
 
 RESULTS = "/logs/verifier"
 MAX_RESULT_BYTES = 8192

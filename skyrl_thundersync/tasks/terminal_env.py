@@ -20,7 +20,6 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import registry
 
-from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.sandbox.base import (
     WORKSPACE,
     Sandbox,
@@ -30,12 +29,13 @@ from skyrl_thundersync.sandbox.base import (
 )
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.grading import Grade, grading_script, read_grade
+from skyrl_thundersync.tasks.reward import REWARD_RULE, usable_reward
 from skyrl_thundersync.tasks.schema import TaskError, TaskRow
 from skyrl_thundersync.tasks.terminal_text import SUBMIT, describe_text, parse_action, unfinished_thought
 from skyrl_thundersync.telemetry import timeline
 
 if TYPE_CHECKING:  # it imports all of SkyRL
-    from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+    from skyrl_thundersync.options.schema import SandboxConfig
 
 __all__ = [
     "ENV_ID",

@@ -6,13 +6,16 @@ import json
 import resource
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skyrl_thundersync.simulate.theory import lag, measured_release
-from skyrl_thundersync.teacher.client import TeacherCounts
 from skyrl_thundersync.telemetry.flops import Cost, active_mfu
-from skyrl_thundersync.trainer import Update
+from skyrl_thundersync.theory import lag, measured_release
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.teacher.client import TeacherCounts
+    from skyrl_thundersync.trainer import Update
 
 GIB = 2**30
 

@@ -17,9 +17,9 @@ import torch
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
 from skyrl_thundersync.learner.zero import OptimizerSettings
-from skyrl_thundersync.report.rundata import read_metrics
 from skyrl_thundersync.stream.sources import CloseGroup
 from skyrl_thundersync.telemetry.record import Batch, load_batches
+from skyrl_thundersync.telemetry.rundata import read_metrics
 from skyrl_thundersync.verify import planted as faults
 from skyrl_thundersync.verify.diagnose import Finding, check_release, diagnose
 from skyrl_thundersync.verify.reference import (

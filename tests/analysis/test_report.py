@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from skyrl_thundersync.cli.app import app
-from skyrl_thundersync.report.rundata import read_run
 from skyrl_thundersync.report.svg import Chart, number, ticks
 from skyrl_thundersync.telemetry import timeline
+from skyrl_thundersync.telemetry.rundata import read_run
 
 UPDATES = 6
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import release_model
+from skyrl_thundersync import theory
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.simulate import command as simulate
-from skyrl_thundersync.simulate import theory
 from skyrl_thundersync.simulate.machines import Machine
 from skyrl_thundersync.simulate.meter import SCHEDULES, Policy
 from skyrl_thundersync.simulate.virtual_update import direct, via_update

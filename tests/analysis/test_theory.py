@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from skyrl_thundersync import theory
 from skyrl_thundersync.report import curves
-from skyrl_thundersync.simulate import theory
 
 jobs = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=40)
 shape = st.tuples(st.floats(0, 3), st.floats(0, 1), st.floats(0.3, 4))

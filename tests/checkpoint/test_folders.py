@@ -248,8 +248,8 @@ def test_a_copy_for_a_restart_that_is_not_there_is_not_relied_on(tmp_path):
 
 @pytest.fixture(scope="module")
 def config():
+    from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
-    from skyrl_thundersync.options.presets import build_config
 
     def make(*overrides):
         cfg = build_config(["+config=opd/quickstart", *overrides])
@@ -316,9 +316,9 @@ def test_a_model_that_is_not_here_yet_is_known_by_its_name(tmp_path):
 
 
 def test_what_may_change_is_said(config, tmp_path):
-    from skyrl.train.config import get_config_as_yaml_str
+    from skyrl_thundersync.options.schema import as_yaml
 
-    (tmp_path / "config.yaml").write_text(get_config_as_yaml_str(config()), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(as_yaml(config()), encoding="utf-8")
     assert changes(tmp_path, config(f"thundersync.run_dir={tmp_path}", "trainer.resume_mode=latest")) == []
     now = config("trainer.policy.optimizer_config.lr=2.0e-4", "generator.n_samples_per_prompt=8")
     assert sorted(changes(tmp_path, now)) == [

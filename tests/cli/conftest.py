@@ -59,8 +59,8 @@ def arguments(tmp_path_factory) -> list[str]:
 @pytest.fixture
 def config(arguments):
     """A fresh configuration that passes every check, to be spoiled by a test."""
+    from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
-    from skyrl_thundersync.options.presets import build_config
 
     cfg = build_config(arguments)
     apply_host_defaults(cfg)

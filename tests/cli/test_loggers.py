@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from skyrl_thundersync.hosts.skyrl.compose import build_config
 from skyrl_thundersync.hosts.skyrl.loggers import into_run_folder, trackers
-from skyrl_thundersync.options.presets import build_config
 
 
 def test_a_list_of_loggers_and_wandb_offline_without_a_key(tmp_path, monkeypatch):

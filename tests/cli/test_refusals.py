@@ -9,8 +9,7 @@ import pytest
 from cases import write_model, write_tasks
 
 from skyrl_thundersync.cli import app as cli
-from skyrl_thundersync.hosts.skyrl.checks import HEAVY, LIGHT
-from skyrl_thundersync.hosts.skyrl.validate import checked_config
+from skyrl_thundersync.hosts.skyrl.checks import HEAVY, LIGHT, checked_config
 
 
 def spoiled(folder: Path, name: str, change) -> str:

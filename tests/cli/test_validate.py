@@ -238,10 +238,11 @@ def test_the_longer_turn_of_training_and_evaluation_counts(config, tmp_path):
 
 
 def test_replicas_hold_the_longer_turn_of_training_and_evaluation_and_the_teacher_that_of_training(config, tmp_path):
+    from skyrl_thundersync.hosts.skyrl.parts import SkyRLParts
     from skyrl_thundersync.runtime.cluster import Cluster
 
     config.generator.eval_sampling_params.max_generate_length = 200
-    cluster = Cluster(config, tmp_path, None)
+    cluster = Cluster(config, tmp_path, None, SkyRLParts())
     assert cluster._replica_spec().max_model_len == 976 + 200
     assert cluster._teacher_spec().max_model_len == 976 + 48
     config.generator.eval_sampling_params.max_generate_length = 8

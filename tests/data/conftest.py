@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks import terminal_env

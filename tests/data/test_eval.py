@@ -11,13 +11,13 @@ from fractions import Fraction
 
 import pytest
 
-from skyrl_thundersync.cli.evaluate import markdown
 from skyrl_thundersync.data.harbor import read_task
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate.attempts import Attempt, AttemptFiles, gpu_accounting, outcomes, summarise
 from skyrl_thundersync.evaluate.passk import first_k, unbiased
 from skyrl_thundersync.evaluate.plot import pass_plot
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.evaluate.results import markdown
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks import terminal_env
 
@@ -148,8 +148,8 @@ class ScriptedPolicy:
 def loop():
     """(configuration, generator) of SkyRL's own agent loop over the scripted policy."""
     from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
+    from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.generator import GuardedGenerator
-    from skyrl_thundersync.options.presets import build_config
     from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
     register_terminal_env()
@@ -161,7 +161,7 @@ def loop():
 
 
 def test_attempts_are_independent_counted_once_and_resumed(sandboxes, loop, tmp_path, make_task, monkeypatch):
-    from skyrl_thundersync.hosts.skyrl.episodes import attempt_seed, evaluate
+    from skyrl_thundersync.evaluate.episodes import attempt_seed, evaluate
 
     cfg, generator = loop
     policy = generator.inference_engine_client
@@ -202,7 +202,7 @@ def _renamed(batch):
 
 
 def test_tasks_are_read_once_each(tmp_path):
-    from skyrl_thundersync.hosts.skyrl.episodes import read_tasks
+    from skyrl_thundersync.evaluate.episodes import read_tasks
 
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"task_id": name}) + "\n" for name in "ab"))

@@ -40,7 +40,7 @@ def test_a_built_task_is_solved_in_its_own_folder_by_user_1000(docker_sandboxes,
     assert manifest_of(tmp_path / "out")["execution"]["failed"] == {}
     assert [row["workdir"] for row in read(tmp_path / "out", "train.jsonl")] == ["/app"]
 
-    from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+    from skyrl_thundersync.options.schema import SandboxConfig
     from skyrl_thundersync.sandbox.pool import SandboxPool
     from skyrl_thundersync.tasks import terminal_env
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.real_rank import measure
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.hosts.skyrl.config import LearnerConfig
+from skyrl_thundersync.options.schema import LearnerConfig
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST
 from skyrl_thundersync.rehearse.devices import GPUS
 from skyrl_thundersync.rehearse.learner import Rank, rehearse_rank

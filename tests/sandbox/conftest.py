@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.base import HeadTailBuffer, Limits, Owner, SandboxError, checked_files
 from skyrl_thundersync.sandbox.select import choose_backend
 

@@ -8,7 +8,7 @@ import docker as docker_sdk
 import pytest
 import skyrl_gym
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks import terminal_env
 

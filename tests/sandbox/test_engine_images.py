@@ -5,7 +5,7 @@ import json
 import docker
 import pytest
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.docker_engine import reason_unavailable
 from skyrl_thundersync.tasks.images import images_there
 from skyrl_thundersync.tasks.survey import Surveyor

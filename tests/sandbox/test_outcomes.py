@@ -11,9 +11,10 @@ from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TRAINING_PHASE_TRAI
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig, SandboxConfig, TrainConfig
+from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.hosts.skyrl.generator import RewardError
 from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator
+from skyrl_thundersync.options.schema import OutcomesConfig, SandboxConfig
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed
 from skyrl_thundersync.sandbox.base import SandboxError, StartError

@@ -8,7 +8,7 @@ import docker as docker_sdk
 import pytest
 from slow_engine import SlowEngine
 
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox import docker, docker_engine
 from skyrl_thundersync.sandbox.base import SandboxError
 from skyrl_thundersync.sandbox.pool import SandboxPool

@@ -9,7 +9,7 @@ import pytest
 import skyrl_gym
 
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
-from skyrl_thundersync.hosts.skyrl.config import SandboxConfig
+from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.base import StartError
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks import terminal_env

@@ -15,7 +15,7 @@ from test_harbor_trials import MINI, Served, harbor  # noqa: F401 - a fixture
 from skyrl_thundersync.harbor import process as harbor_process
 from skyrl_thundersync.harbor.process import PROJECT, time_allowed
 from skyrl_thundersync.harbor.trials import HarborTrials, chat_agent
-from skyrl_thundersync.hosts.skyrl.config import OutcomesConfig
+from skyrl_thundersync.options.schema import OutcomesConfig
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.sandbox import docker_engine
 from skyrl_thundersync.sandbox.base import StartError

@@ -18,8 +18,8 @@ from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.harbor.policy_server import PolicyServer
 from skyrl_thundersync.harbor.trials import HarborTrials, TrialError, chat_agent, own_agent, read_trial
 from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
-from skyrl_thundersync.hosts.skyrl.config import LearnerConfig, OutcomesConfig
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.options.schema import LearnerConfig, OutcomesConfig
 from skyrl_thundersync.quickstart.files import materialise
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes

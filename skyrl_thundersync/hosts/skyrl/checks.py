@@ -9,18 +9,22 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.hosts.skyrl import validate
-from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
+from skyrl_thundersync.hosts.skyrl.compose import build_config
+from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.loggers import logger_problems, names
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight import memory as split
 from skyrl_thundersync.preflight import models as inputs
 from skyrl_thundersync.process import limits as machine_limits
 from skyrl_thundersync.process.check import Check, require
+from skyrl_thundersync.process.quiet import quiet_imports
 from skyrl_thundersync.runtime import run_folder
 from skyrl_thundersync.tasks.images import images_there
 from skyrl_thundersync.tasks.survey import Survey, Surveyor
@@ -44,6 +48,23 @@ def require_fit(cfg: TrainConfig) -> None:
     """
     for part in (LIGHT, HEAVY):
         require(chain(*(checks(cfg) for checks in part)), ConfigError)
+
+
+@lru_cache(maxsize=1)
+def checked_config(*arguments: str) -> TrainConfig:
+    """The complete configuration of a run from its arguments (as `compose.build_config`'s), with everything checked.
+
+    The same arguments are checked once in a process: the command refuses before it loads SkyRL, and the entry point, which
+    SkyRL calls, asks again.
+
+    Raises:
+        ConfigError: what the user has to put right.
+    """
+    with quiet_imports():
+        cfg = build_config(arguments)
+        apply_host_defaults(cfg)
+        require_fit(cfg)
+    return cfg
 
 
 def machine(cfg: TrainConfig) -> Iterator[Check]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_thundersync.options.schema import uses_cuda
+
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
@@ -32,15 +34,6 @@ HOST_DEFAULTS = {
     # Environments of a batch run their tools at the same time, each in a thread that mostly waits.
     "environment.skyrl_gym.max_env_workers": 64,
 }
-
-
-def uses_cuda(cfg: TrainConfig) -> bool:
-    """Whether this run works on CUDA devices: `thundersync.device`, or what torch sees where it is "auto"."""
-    if cfg.thundersync.device != "auto":
-        return cfg.thundersync.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def apply_host_defaults(cfg: TrainConfig) -> None:

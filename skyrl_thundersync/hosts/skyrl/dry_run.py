@@ -13,9 +13,11 @@ from rich.table import Table
 
 from skyrl_thundersync.errors import USAGE_ERROR
 from skyrl_thundersync.hosts.skyrl.checks import run_checks
-from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults, uses_cuda
+from skyrl_thundersync.hosts.skyrl.compose import build_config
+from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults
 from skyrl_thundersync.options.choices import CHOICES
-from skyrl_thundersync.options.presets import build_config, own_presets, resolve
+from skyrl_thundersync.options.presets import own_presets, resolve
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.memory import gpus_per_engine, learner_ranks
 from skyrl_thundersync.process.quiet import quiet_imports
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, own_error, tell
+from skyrl_thundersync.hosts.skyrl.checks import checked_config
 from skyrl_thundersync.hosts.skyrl.loggers import into_run_folder
-from skyrl_thundersync.hosts.skyrl.validate import checked_config
 from skyrl_thundersync.process import logs
 from skyrl_thundersync.process.heartbeat import named
 from skyrl_thundersync.process.interrupts import KeptInterrupts, Preempted
@@ -105,10 +105,10 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
 
 def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
     into_run_folder(run_dir)
-    from skyrl.train.config import get_config_as_yaml_str
-
     from skyrl_thundersync.hosts.skyrl.experiment import Progress
+    from skyrl_thundersync.hosts.skyrl.parts import SkyRLParts
     from skyrl_thundersync.options.registry import load
+    from skyrl_thundersync.options.schema import as_yaml
     from skyrl_thundersync.process.heartbeat import Watch, at
     from skyrl_thundersync.rollout.outcomes import Outcomes
     from skyrl_thundersync.runtime.cluster import Cluster
@@ -117,7 +117,7 @@ def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
     from skyrl_thundersync.tasks import terminal_env
     from skyrl_thundersync.telemetry.metrics import MetricsFile
 
-    (run_dir / "config.yaml").write_text(get_config_as_yaml_str(cfg), encoding="utf-8")
+    (run_dir / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
     ts = cfg.thundersync
     display.say(f"[bold]thundersync[/bold] {ts.objective}, schedule {ts.schedule}; run folder {run_dir}")
     display.say(f"[dim]outcomes: {Outcomes(ts.outcomes)}[/dim]")
@@ -127,7 +127,7 @@ def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
         KeptInterrupts() as interrupts,
         Watch(run_dir / "logs", ts.hang_timeout_s),
         SandboxPool(ts.sandbox, run_id=run_dir.name) as pool,
-        Cluster(cfg, run_dir, display) as cluster,
+        Cluster(cfg, run_dir, display, SkyRLParts()) as cluster,
     ):
         display.say(
             f"[dim]agents' commands run in {pool.backend} (thundersync.sandbox.backend={ts.sandbox.backend})[/dim]"

@@ -7,14 +7,21 @@ an environment has the environment's and the task's name (`guarded_env`). `turn_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
+from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TrajectoryID
 
 from skyrl_thundersync.hosts.skyrl.turn_ends import TemplateTurns
-from skyrl_thundersync.rollout.outcomes import REWARD_RULE, usable_reward
 from skyrl_thundersync.tasks.guarded_env import ENV_ID, GUARD, Guard, register_guarded_env
 from skyrl_thundersync.tasks.plain_contents import PlainContents
+from skyrl_thundersync.tasks.reward import REWARD_RULE, usable_reward
 from skyrl_thundersync.tasks.terminal_text import opens_thought
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 
 class RewardError(ValueError):
@@ -56,6 +63,20 @@ class GuardedGenerator(TemplateTurns):
             raise RewardError(f"environment {env_class!r}, task {guard.task!r}: reward {said!r}: {REWARD_RULE}")
         output.reward = reward
         return output
+
+    async def attempt(self, cfg: TrainConfig, task: Mapping[str, Any], number: int, seed: int):
+        """SkyRL's output of one evaluation attempt, numbered `number`, at a task's row; it samples with `seed`."""
+        sampling = get_sampling_params_for_backend("vllm", cfg.generator.eval_sampling_params)
+        return await self.agent_loop(
+            [dict(message) for message in task["prompt"]],
+            task.get("env_class") or cfg.environment.env_class,
+            {key: value for key, value in task.items() if key not in ("prompt", "env_class")},
+            max_tokens=cfg.generator.eval_sampling_params.max_generate_length,
+            max_input_length=cfg.generator.max_input_length,
+            sampling_params=sampling | {"seed": seed},
+            trajectory_id=TrajectoryID(task["task_id"], number),
+            training_phase=TRAINING_PHASE_EVAL,
+        )
 
     def _too_long(self, most: int, prompt) -> str | None:
         ids = self.tokenizer.apply_chat_template(

@@ -10,6 +10,6 @@ PLUGIN = Plugin(
     config_class="skyrl_thundersync.hosts.skyrl.config:TrainConfig",
     defaults="skyrl_thundersync.hosts.skyrl.defaults:HOST_DEFAULTS",
     choices="skyrl_thundersync.options.choices:CHOICES",
-    check="skyrl_thundersync.hosts.skyrl.validate:checked_config",
+    check="skyrl_thundersync.hosts.skyrl.checks:checked_config",
     dry_run="skyrl_thundersync.hosts.skyrl.dry_run:run",
 )

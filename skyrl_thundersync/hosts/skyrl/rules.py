@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.rollout import outcomes
 
 if TYPE_CHECKING:

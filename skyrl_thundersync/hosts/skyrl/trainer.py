@@ -20,8 +20,8 @@ from skyrl.train.generators.utils import get_metrics_from_generator_output
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
-from skyrl_thundersync.hosts.skyrl.defaults import uses_cuda
 from skyrl_thundersync.hosts.skyrl.generator import GuardedGenerator
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import model_config
 from skyrl_thundersync.process.heartbeat import doing
 from skyrl_thundersync.rollout.hook import TurnHook

@@ -1,20 +1,13 @@
-"""A run's configuration from its arguments: read, completed for this machine, and refused where it cannot run.
-
-What is checked is one list, in checks.py; the options' part of it, rules.py and SkyRL's own, is asked here.
-"""
+"""The options of a run against the plugin's rules (rules.py) and SkyRL's own."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.rules import RULES, get
 from skyrl_thundersync.options.choices import CHOICES
-from skyrl_thundersync.options.presets import build_config
 from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.options.types import not_a_choice
-from skyrl_thundersync.process.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
@@ -31,25 +24,6 @@ def option_problems(cfg: TrainConfig) -> list[str]:
         if not rule.holds(value, cfg):
             found.append(f"{rule.option}={value!r} is refused: {rule.why}. {rule.advice}.")
     return found
-
-
-@lru_cache(maxsize=1)
-def checked_config(*arguments: str) -> TrainConfig:
-    """The complete configuration of a run from its arguments (as `presets.build_config`'s), with everything checked.
-
-    The same arguments are checked once in a process: the command refuses before it loads SkyRL, and the entry point, which
-    SkyRL calls, asks again.
-
-    Raises:
-        ConfigError: what the user has to put right.
-    """
-    from skyrl_thundersync.hosts.skyrl.checks import require_fit
-
-    with quiet_imports():
-        cfg = build_config(arguments)
-        apply_host_defaults(cfg)
-        require_fit(cfg)
-    return cfg
 
 
 def skyrl_problems(cfg: TrainConfig) -> list[str]:

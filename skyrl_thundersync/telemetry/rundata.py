@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from skyrl_thundersync.simulate.theory import MeasuredLaw, measured_release
 from skyrl_thundersync.telemetry.timeline import EVENTS, Event, read_events
+from skyrl_thundersync.theory import MeasuredLaw, measured_release
 
 PHASES = ("rollout", "tail", "finish", "publish", "host")
 """The parts of a step, `host` for all between the others; metric `timing/NAME`."""

@@ -14,9 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
-from skyrl.train.generators.base import TRAINING_PHASE_EVAL, TrajectoryID
-
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate.attempts import Attempt
 from skyrl_thundersync.tasks.files import read_rows
@@ -86,19 +83,8 @@ async def _attempt(
     keep: Callable[[str, int, str], None],
 ) -> Attempt:
     begin = time.monotonic()
-    sampling = get_sampling_params_for_backend("vllm", cfg.generator.eval_sampling_params)
-    sampling["seed"] = attempt_seed(cfg.trainer.seed, task["task_id"], attempt)
-    extras = {key: value for key, value in task.items() if key not in ("prompt", "env_class")}
-    output = await generator.agent_loop(
-        [dict(message) for message in task["prompt"]],
-        task.get("env_class") or cfg.environment.env_class,
-        extras,
-        max_tokens=cfg.generator.eval_sampling_params.max_generate_length,
-        max_input_length=cfg.generator.max_input_length,
-        sampling_params=sampling,
-        trajectory_id=TrajectoryID(task["task_id"], attempt),
-        training_phase=TRAINING_PHASE_EVAL,
-    )
+    seed = attempt_seed(cfg.trainer.seed, task["task_id"], attempt)
+    output = await generator.attempt(cfg, task, attempt, seed)
     metrics = output.env_metrics
     if "collected" in metrics:
         keep(task["task_id"], attempt, metrics["collected"])

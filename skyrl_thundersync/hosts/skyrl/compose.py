@@ -1,0 +1,44 @@
+"""A run's typed configuration from a plugin's defaults, a preset and the command line, as SkyRL builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS
+from skyrl_thundersync.hosts.skyrl.paths import placed
+from skyrl_thundersync.options.choices import CHOICES
+from skyrl_thundersync.options.presets import own_presets, resolve, split_arguments
+
+if TYPE_CHECKING:
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+
+
+def build_config(args: Sequence[str]) -> TrainConfig:
+    """The typed configuration of a run of this plugin.
+
+    Args:
+        args: `[+config=GROUP/NAME] key=value …`, as after `trainer.override_entrypoint` was taken out.
+
+    Returns:
+        A `TrainConfig` with presets merged, quickstart placeholders replaced by prepared files and `~` expanded. Still to
+        do: `defaults.apply_host_defaults` and `checks.require_fit`.
+
+    Raises:
+        ConfigError: an unknown or ill-typed option, with its origin; a rule of SkyRL's own configuration classes.
+    """
+    from skyrl_thundersync.hosts.skyrl.config import TrainConfig
+
+    selectors, _ = split_arguments(args)
+    if selectors.get("plugin", "thundersync") != "thundersync":
+        raise ConfigError(f"+plugin={selectors['plugin']}: this is the entry point of the plugin thundersync")
+    merged = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
+    values = placed(merged)
+    # One optimizer step per logical batch: SkyRL's mini batch is the whole batch unless somebody says otherwise.
+    values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
+    values.setdefault("trainer.critic_mini_batch_size", values["trainer.policy_mini_batch_size"])
+    try:
+        return TrainConfig.from_cli_overrides(values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
