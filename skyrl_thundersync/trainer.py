@@ -16,20 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from skyrl_thundersync.stream.ledger import Ledger
-from skyrl_thundersync.stream.placement import Placement
-from skyrl_thundersync.stream.queue import ReadyQueue
-from skyrl_thundersync.stream.release import ReleaseGate
-from skyrl_thundersync.stream.rewards import RewardGate
-from skyrl_thundersync.stream.sources import (
-    Append,
-    CloseGroup,
-    CloseTrajectory,
-    Source,
-    TrajectoryId,
-    Work,
-    WorkDone,
-)
+from skyrl_thundersync.stream.scheduler import Scheduler
+from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.telemetry.timeline import WorkSpan
 
 T = TypeVar("T")
@@ -56,7 +44,6 @@ class Teacher(Protocol):
 
 
 Recorder = Callable[[int, Work], None]
-_NO_MORE_TURNS = object()
 
 
 @dataclass
@@ -106,7 +93,6 @@ class Update:
         statistics_cap: int | None = None,
         state_bytes: int | None = None,
     ) -> None:
-        self.ledger = Ledger(version, groups)
         self._now = now
         self.clock = Clock(now())
         self.acknowledged: list[WorkDone] = []
@@ -114,14 +100,23 @@ class Update:
         self.done_before_rollouts_ended = 0
         self.busy_s = [0.0] * len(ranks)
         self._ranks, self._teacher, self._record = ranks, teacher, record
-        self._gate = ReleaseGate(schedule, self.ledger.group_tokens)
-        self._reward_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
-        self._needs_rewards = statistics_cap is not None
-        self._placement = Placement(len(ranks), growing=schedule == "thundersync")
-        self._queue = ReadyQueue(len(ranks), cap, state_bytes, now)
-        self._turns: dict[TrajectoryId, asyncio.Queue] = {t: asyncio.Queue() for t in self.ledger.trajectories}
-        self._rewards: dict[TrajectoryId, float | None] = {}
         self._released: dict[int, float] = {}  # by identity: hashing a source costs its tokens
+        self._scheduler = Scheduler(
+            version,
+            groups,
+            len(ranks),
+            schedule,
+            teacher=teacher is not None,
+            entered=self._entered,
+            cap=cap,
+            state_bytes=state_bytes,
+            statistics_cap=statistics_cap,
+            now=now,
+        )
+        self.ledger = self._scheduler.ledger
+        self._teaching: asyncio.TaskGroup | None = None
+        self._bells = [asyncio.Event() for _ in ranks]
+        self._no_more_work = False
 
     async def run(self, rollouts: Awaitable[T]) -> T:
         """Run the rollouts and, beside them, all gradient work they release. Returns what the rollouts returned.
@@ -132,15 +127,14 @@ class Update:
         async with asyncio.TaskGroup() as lanes:
             for rank in range(len(self._ranks)):
                 lanes.create_task(self._lane(rank))
-            async with asyncio.TaskGroup() as followers:
-                for trajectory in self.ledger.trajectories:
-                    followers.create_task(self._follow(trajectory))
+            async with asyncio.TaskGroup() as self._teaching:
                 result = await rollouts
-                self.ledger.require_closed()
+                self._scheduler.rollouts_ended()
                 self.clock.rollouts_ended = self._now()
-                for work in self._gate.rollouts_ended():
-                    self._enqueue(work)
-            self._queue.close()
+                self._act()
+            self._no_more_work = True
+            for bell in self._bells:
+                bell.set()
         self.clock.drained = self._now()
         self.ledger.require_complete()
         return result
@@ -148,68 +142,64 @@ class Update:
     @property
     def admission_waits(self) -> list[float]:
         """Seconds that each group which had to wait for admission waited."""
-        return self._queue.admission_waits
+        return self._scheduler.admission_waits
 
     # Called by the host while the rollouts run, on the same event loop.
 
     def on_turn(self, source: Source) -> None:
         """A turn was sampled; its tool has not run yet."""
-        self.ledger.sampled(source)
-        self._turns[source.trajectory].put_nowait(source)
+        self._scheduler.turn(source)
+        self._act()
 
     def on_last_turn(self, trajectory: TrajectoryId) -> None:
         """Its newest turn is its last, though the host is not done with it: a command runs, its grading is to come.
 
         Where no reward is waited for, the trajectory is swept now; it must still close. May come late, or more than once.
         """
-        if not self._needs_rewards and self.ledger.ended(trajectory):
-            self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
+        self._scheduler.last_turn(trajectory)
+        self._act()
 
     def on_trajectory_closed(self, trajectory: TrajectoryId, reward: float | None, host_scored: int | None) -> None:
         """The host is done with it. `host_scored`: its own count of scored tokens, checked against the stream's."""
-        if self.ledger.ended(trajectory):
-            self._turns[trajectory].put_nowait(_NO_MORE_TURNS)
-        self.ledger.closed(trajectory, host_scored)
-        if self._needs_rewards:
-            self._rewards[trajectory] = reward
+        self._scheduler.closed(trajectory, reward, host_scored)
+        self._act()
 
-    async def _follow(self, trajectory: TrajectoryId) -> None:
-        """Make a trajectory's turns ready one after the other, then its close, then its group's; free the teacher's cache."""
-        while (source := await self._turns[trajectory].get()) is not _NO_MORE_TURNS:
-            scores = await self._teacher.score(source) if self._teacher else None
-            self._ready(Append(source, scores))
-        self._ready(CloseTrajectory(trajectory, self._rewards.get(trajectory)))
-        if self.ledger.group_swept(trajectory.group):
-            self._ready(CloseGroup(trajectory.group))
-        if self._teacher:  # beside the sweep: a replica may answer only after all that it was asked to score
-            await self._teacher.close(trajectory)
+    def _act(self) -> None:
+        """Do what the scheduler says is due."""
+        due = self._scheduler
+        while due.to_score:
+            self._teaching.create_task(self._score(due.to_score.popleft()))
+        while due.to_free:  # beside the sweep: a replica may answer only after all that it was asked to score
+            self._teaching.create_task(self._teacher.close(due.to_free.popleft()))
+        while due.woken:
+            self._bells[due.woken.popleft()].set()
 
-    def _ready(self, work: Work) -> None:
-        self.ledger.released(work)
-        for released in self._gate.offer(work):
-            self._enqueue(released)
+    def _entered(self, rank: int, work: Work) -> None:
+        if self._record:
+            self._record(rank, work)
+        self._released[id(work)] = self._now()
 
-    def _enqueue(self, work: Work) -> None:
-        rank = self._placement.rank(work)
-        self._enter(self._reward_gate.offer(rank, work) if self._reward_gate else [(rank, work)])
-
-    def _enter(self, items: list[tuple[int, Work]]) -> None:
-        for rank, work in items:
-            if self._record:
-                self._record(rank, work)
-            self._released[id(work)] = self._now()
-            self._queue.put(rank, work)
+    async def _score(self, source: Source) -> None:
+        self._scheduler.scored(source.trajectory, await self._teacher.score(source))
+        self._act()
 
     async def _lane(self, rank: int) -> None:
         """Keep one learner rank busy as long as it has ready work."""
-        while items := await self._queue.take(rank, MOST_PER_CALL):
-            for work, done in zip(items, await self._ranks[rank].run(items), strict=True):
-                self.ledger.acknowledged(work)
-                self._placement.acknowledged(work)
-                self._queue.acknowledged(rank, work, done.held_bytes)
-                if self._reward_gate:
-                    self._enter(self._reward_gate.acknowledged(rank, work))
-                self.acknowledged.append(done)
-                self.spans.append(WorkSpan.of(rank, work, self._released.pop(id(work)), done))
-                self.busy_s[rank] += done.seconds
-                self.done_before_rollouts_ended += self.clock.rollouts_ended is None
+        bell = self._bells[rank]
+        while True:
+            if items := self._scheduler.take(rank, MOST_PER_CALL):
+                self._done(rank, items, await self._ranks[rank].run(items))
+            elif self._no_more_work:
+                return
+            else:
+                bell.clear()
+                await bell.wait()
+
+    def _done(self, rank: int, items: list[Work], answers: list[WorkDone]) -> None:
+        for work, done in zip(items, answers, strict=True):
+            self._scheduler.acknowledged(rank, work, done.held_bytes)
+            self.acknowledged.append(done)
+            self.spans.append(WorkSpan.of(rank, work, self._released.pop(id(work)), done))
+            self.busy_s[rank] += done.seconds
+            self.done_before_rollouts_ended += self.clock.rollouts_ended is None
+        self._act()

@@ -1,7 +1,5 @@
 """The bookkeeping of a batch: what may happen, once, in which order, and where work goes."""
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,19 +153,9 @@ def test_a_group_that_completes_after_the_last_rollout_is_released_at_once_under
     assert gate.offer(last) == [*early, last]
 
 
-def test_take_waits_only_while_nothing_is_ready_and_ends_when_closed():
-    async def scenario():
-        queue = ReadyQueue(2)
-        waiting = asyncio.create_task(queue.take(0, 2))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        for item in "xyz":
-            queue.put(0, item)
-        assert await waiting == ["x", "y"]
-        assert await queue.take(0, 2) == ["z"]
-        queue.close()
-        assert await queue.take(0, 2) == [] and await queue.take(1, 1) == []
-        with pytest.raises(RuntimeError, match="after the batch had closed"):
-            queue.put(1, "late")
-
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+def test_a_rank_takes_its_own_work_in_ready_order():
+    queue = ReadyQueue(2)
+    for item in "xyz":
+        queue.put(0, item)
+    assert queue.take(1, 2) == []
+    assert queue.take(0, 2) == ["x", "y"] and queue.take(0, 2) == ["z"] and queue.take(0, 2) == []

@@ -6,7 +6,6 @@ and a group's work stays on one rank.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from skyrl_thundersync.stream.sources import Work
 
 
 class ReadyQueue:
-    """Ready work per rank; `take` waits only while its rank has nothing to do. Single event loop, not thread-safe.
+    """Ready work per rank. Not thread-safe.
 
     Args:
         ranks: learner ranks.
@@ -34,38 +33,20 @@ class ReadyQueue:
         self._items: list[deque] = [deque() for _ in range(ranks)]
         limited = cap is not None or state_bytes is not None
         self._admission = [Admission(cap, state_bytes, now) for _ in range(ranks)] if limited else None
-        self._wake = [asyncio.Event() for _ in range(ranks)]
-        self._closed = False
 
     def put(self, rank: int, work: Work) -> None:
-        if self._closed:
-            raise RuntimeError("work was put into a ready queue after the batch had closed")
         if self._admission is None:
             self._items[rank].append(work)
         else:
             self._items[rank].extend(self._admission[rank].offer(work))
-        self._wake[rank].set()
 
     def acknowledged(self, rank: int, work: Work, held_bytes: int = 0) -> None:
         """The rank finished `work` and now holds `held_bytes` of state: there may be room for a group that waits."""
         if self._admission is not None:
             self._items[rank].extend(self._admission[rank].acknowledged(work, held_bytes))
 
-    def close(self) -> None:
-        """No work can follow; `take` returns empty lists once its queue is drained."""
-        self._closed = True
-        for event in self._wake:
-            event.set()
-
-    async def take(self, rank: int, most: int) -> list[Work]:
-        """The next ready items of `rank`, at least one and at most `most`; empty when closed and drained."""
-        while not self._items[rank] and not self._closed:
-            self._wake[rank].clear()
-            await self._wake[rank].wait()
-        return self.take_ready(rank, most)
-
-    def take_ready(self, rank: int, most: int) -> list[Work]:
-        """What is ready on `rank` now, at most `most` items, without waiting."""
+    def take(self, rank: int, most: int) -> list[Work]:
+        """What is ready on `rank` now, at most `most` items."""
         items = self._items[rank]
         return [items.popleft() for _ in range(min(most, len(items)))]
 
