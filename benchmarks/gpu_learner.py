@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import learner, plain_pass
 from benchmarks.exactness import MODELS, POLICIES, Row, bound, severed, show, table
 from benchmarks.monolithic import batch, distance, gradient, save_model, settings, stock_model
-from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.stream.sources import CloseGroup, CloseTrajectory, TrajectoryId
 
 LIMIT_S = 480.0

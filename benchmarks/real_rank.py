@@ -11,8 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from skyrl_thundersync.learner.rank import LearnerRank, LearnerSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.rehearse.learner import FINISH, phase_of
 from skyrl_thundersync.rehearse.workload import Workload
 
@@ -27,13 +28,13 @@ class Measured:
     flops: float
 
 
-def measure(folder: Path, learner: LearnerSettings, objective: str, workload: Workload) -> dict[str, Measured]:
+def measure(folder: Path, learner: LearnerConfig, objective: str, workload: Workload) -> dict[str, Measured]:
     """Phases as `rehearse_rank` names them, of one rank in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measure, (str(folder), learner, objective, workload))
 
 
-def _measure(folder: str, learner: LearnerSettings, objective: str, workload: Workload) -> dict[str, Measured]:
+def _measure(folder: str, learner: LearnerConfig, objective: str, workload: Workload) -> dict[str, Measured]:
     spec = RankSpec(folder, 0, 1, "127.0.0.1", free_port(), learner, objective, OptimizerSettings())
     rank = LearnerRank(spec)
     rank.optimizer.step(rank.accumulator, 1)  # Adam's moments exist from the first step on

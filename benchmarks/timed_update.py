@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
+from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.simulate.workload import Rollouts, float_zeros
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import Update
-from skyrl_thundersync.verify.rerun import Settings
 
 
 class LoopTimers:
@@ -34,7 +34,7 @@ class LoopTimers:
 
 
 class InThread:
-    """A learner rank in this process as `trainer.LearnerRank`; its one thread leaves the event loop free."""
+    """A learner rank in this process as `trainer.LearnerHandle`; its one thread leaves the event loop free."""
 
     def __init__(self, rank: LearnerRank) -> None:
         self._rank, self._thread = rank, ThreadPoolExecutor(1)
@@ -88,6 +88,6 @@ def measure(rank: InThread, rollouts: Rollouts, schedule: str) -> Measured:
 
 
 def learner(folder: str, block_tokens: int, retain_gib: float) -> InThread:
-    settings = Settings("float32", block_tokens=block_tokens, retain_gib=retain_gib)
+    settings = LearnerConfig(dtype="float32", block_tokens=block_tokens, retain_gib=retain_gib)
     optimizer = OptimizerSettings(1e-6, (0.9, 0.999), 0.0, 1.0, 0, "constant_with_warmup", 10_000)
     return InThread(LearnerRank(RankSpec(folder, 0, 1, "127.0.0.1", free_port(), settings, optimizer=optimizer)))

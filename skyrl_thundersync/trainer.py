@@ -26,7 +26,7 @@ T = TypeVar("T")
 MOST_PER_CALL = 16
 
 
-class LearnerRank(Protocol):
+class LearnerHandle(Protocol):
     """One learner process, as the update sees it."""
 
     async def run(self, work: list[Work]) -> list[WorkDone]:
@@ -84,7 +84,7 @@ class Update:
         self,
         version: int,
         groups: dict[str, int],
-        ranks: list[LearnerRank],
+        ranks: list[LearnerHandle],
         teacher: Teacher | None,
         schedule: str,
         record: Recorder | None = None,

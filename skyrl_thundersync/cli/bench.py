@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.stream.release import SCHEDULES
 
-SCHEDULES = ("sync", "group", "thundersync")
 FIGURES = {
     "rollout_s": "timing/rollout",
     "tail_s": "timing/tail",

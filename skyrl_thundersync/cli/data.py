@@ -112,7 +112,7 @@ def images(
     from skyrl_thundersync.data.harbor import read_tasks
     from skyrl_thundersync.data.images import ImageBuilder
     from skyrl_thundersync.sandbox.base import SandboxError
-    from skyrl_thundersync.tasks.files import read_rows
+    from skyrl_thundersync.tasks.rows import read_rows
 
     made = kept = 0
     failed: list[str] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 from skyrl_thundersync.data.split import normalised
 from skyrl_thundersync.data.task_folder import folder_files, instruction_of, task_folders
-from skyrl_thundersync.tasks.files import read_rows
+from skyrl_thundersync.tasks.rows import read_rows
 
 KINDS = ("instruction", "solution", "tests")
 

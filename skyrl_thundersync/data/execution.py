@@ -17,7 +17,7 @@ from skyrl_thundersync.tasks.terminal_env import SUBMIT, TerminalEnv
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Execution:
     """One attempt without a model: training reward, official success, seconds in tools, and the last thing printed."""
 
     reward: float
@@ -32,8 +32,8 @@ class ExecutionCheck:
     """What the two attempts at a task gave."""
 
     task_id: str
-    oracle: Attempt
-    noop: Attempt
+    oracle: Execution
+    noop: Execution
 
     @property
     def problem(self) -> str | None:
@@ -56,7 +56,7 @@ def oracle_action(task: HarborTask) -> str:
     return f"```bash\n{unpack}\nbash /solution/solve.sh </dev/null\n```"
 
 
-def attempt(task: HarborTask, *actions: str) -> Attempt:
+def attempt(task: HarborTask, *actions: str) -> Execution:
     """Play `actions` and then `submit`; `terminal_env.configure` must have been called.
 
     Raises:
@@ -76,7 +76,7 @@ def attempt(task: HarborTask, *actions: str) -> Attempt:
         metrics = env.get_metrics()
     finally:
         env.close()
-    return Attempt(
+    return Execution(
         float(step["reward"]),
         metrics["solved"] == 1.0,
         metrics["verifier_failed"] == 1.0,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,9 @@ from skyrl_thundersync.data.decontaminate import (
 from skyrl_thundersync.data.harbor import HarborTask, read_task
 from skyrl_thundersync.data.split import development_groups, normalised
 from skyrl_thundersync.data.task_folder import Unsupported, folder_files, task_folders
+from skyrl_thundersync.process.durable import replace_text
 from skyrl_thundersync.tasks import schema
-from skyrl_thundersync.tasks.files import read_rows
+from skyrl_thundersync.tasks.rows import read_rows
 
 MANIFEST_VERSION = 1
 PAPER = {
@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass
-class Source:
+class TaskSource:
     """What was read: samples in order of task id, how many tasks there were, and what each filter dropped.
 
     `dropped` maps filter -> count in the order the filters apply; `sha256` is over the input's content.
@@ -64,7 +64,7 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def harbor_source(name: str, root: Path, max_turns: int, partial_credit: bool, enabled: Collection[str]) -> Source:
+def harbor_source(name: str, root: Path, max_turns: int, partial_credit: bool, enabled: Collection[str]) -> TaskSource:
     """Harbor task folders below `root`; `name` "seta" adds that set's own filters and families.
 
     Raises:
@@ -97,10 +97,10 @@ def harbor_source(name: str, root: Path, max_turns: int, partial_credit: bool, e
         samples.append(Sample(task.task_id, family, harbor_fingerprint(folder), row, task))
     samples.sort(key=lambda sample: sample.task_id)
     options = {"enabled": sorted(enabled), "max_turns": max_turns, "partial_credit": partial_credit}
-    return Source(name, len(folders), _hash("\n".join(content)), samples, dict(dropped), options)
+    return TaskSource(name, len(folders), _hash("\n".join(content)), samples, dict(dropped), options)
 
 
-def swe_smith_source(files: Sequence[Path], max_turns: int, partial_credit: bool) -> Source:
+def swe_smith_source(files: Sequence[Path], max_turns: int, partial_credit: bool) -> TaskSource:
     """SWE-smith instances from .jsonl or .parquet files."""
     dropped = Counter(dict.fromkeys(swe_smith.FILTERS, 0))
     samples, seen, read = [], set(), 0
@@ -122,7 +122,7 @@ def swe_smith_source(files: Sequence[Path], max_turns: int, partial_credit: bool
     samples.sort(key=lambda sample: sample.task_id)
     options = {"max_turns": max_turns, "partial_credit": partial_credit}
     digest = _hash("\n".join(sorted(_file_hash(file) for file in files)))
-    return Source("swe-smith", read, digest, samples, dict(dropped), options)
+    return TaskSource("swe-smith", read, digest, samples, dict(dropped), options)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Prepared:
 
 
 def prepare(
-    source: Source,
+    source: TaskSource,
     benchmarks: Sequence[Benchmark] = (),
     check: Callable[[list[HarborTask]], Mapping[str, str | None]] | None = None,
     split: bool = True,
@@ -198,9 +198,7 @@ def write(prepared: Prepared, folder: Path) -> dict[str, Any]:
         (folder / name).write_text(text, encoding="utf-8")
         outputs[name] = {"rows": len(rows), "sha256": _hash(text)}
     manifest = {**prepared.manifest, "outputs": outputs}
-    fresh = folder / ".manifest.json"
-    fresh.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(fresh, folder / "manifest.json")
+    replace_text(folder / "manifest.json", json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     return manifest
 
 
@@ -209,7 +207,7 @@ def _whole(row: Mapping[str, Any]) -> bool:
     return not [field for field, _ in schema.problems(row)[1] if field != "needs"]
 
 
-def _against_paper(source: Source, counts: Mapping[str, Any]) -> dict[str, Any] | None:
+def _against_paper(source: TaskSource, counts: Mapping[str, Any]) -> dict[str, Any] | None:
     """{count: {"paper": n, "here": m}} where as many tasks were read as in the paper, else None."""
     expected = PAPER.get(source.name)
     if expected is None or source.read != expected["read"]:

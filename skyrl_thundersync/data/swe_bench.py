@@ -2,7 +2,7 @@
 
 Schema, of the data set as swebench 5 reads it: instance_id, problem_statement, image, and what the harness needs; a JSON
 list, .jsonl or .parquet. A row holds neither tests nor reference patch: what the agent changed is collected as a patch and
-graded by swebench's own harness (`evaluate/swe_bench.py`), in fresh containers that no agent has touched.
+graded by swebench's own harness (`evaluate/swe_bench_harness.py`), in fresh containers that no agent has touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_thundersync.data.swe_smith import AGENT_TIMEOUT_S, WORKDIR, repository_row
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.tasks.files import read_rows
+from skyrl_thundersync.tasks.rows import read_rows
 
 FIELDS = ("instance_id", "problem_statement", "image")
 COLLECT = f"cd {WORKDIR} && git add -A >/dev/null 2>&1 && git diff --cached --binary HEAD"

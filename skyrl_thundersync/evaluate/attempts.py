@@ -16,6 +16,7 @@ from typing import Any
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate.passk import first_k, unbiased
+from skyrl_thundersync.process.durable import replace_text
 
 KS = (1, 3, 5)
 
@@ -68,9 +69,7 @@ class AttemptFiles:
                     "--output, or remove the folder"
                 )
         else:
-            fresh = folder / ".subject.json"
-            fresh.write_text(json.dumps(dict(subject), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(fresh, file)
+            replace_text(file, json.dumps(dict(subject), indent=2, sort_keys=True) + "\n")
         self._results, self._sessions = folder / "results.jsonl", folder / "sessions.jsonl"
         _drop_half_line(self._results)
         _drop_half_line(self._sessions)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate.attempts import Attempt
-from skyrl_thundersync.tasks.files import read_rows
+from skyrl_thundersync.tasks.rows import read_rows
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig

@@ -18,7 +18,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.evaluate import results, swe_bench
+from skyrl_thundersync.evaluate import results
+from skyrl_thundersync.evaluate import swe_bench_harness as swe_bench
 from skyrl_thundersync.evaluate.attempts import AttemptFiles, summarise
 from skyrl_thundersync.evaluate.episodes import evaluate, read_tasks
 from skyrl_thundersync.hosts.skyrl.checks import sandbox

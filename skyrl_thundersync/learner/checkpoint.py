@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from skyrl_thundersync.learner.accumulate import trainable
 from skyrl_thundersync.learner.rank import LearnerRank
-from skyrl_thundersync.process.files import flush, seal, seal_all
+from skyrl_thundersync.process.durable import flush, seal, seal_all
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
 STUDENT, OPTIMIZER = "student", "optimizer"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,35 +33,13 @@ from skyrl_thundersync.learner.student import (
     student_folder,
 )
 from skyrl_thundersync.learner.sweep import Forest
-from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, route
+from skyrl_thundersync.learner.zero import ZeroOptimizer, connect, route
 from skyrl_thundersync.objectives import OBJECTIVES
+from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings, OptimizerSettings
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Work, WorkDone
 
 WHOLE_TRAJECTORY = 2**31
 """As `block_tokens` larger than any trajectory: each is forwarded once, whole, at its close."""
-
-
-class LearnerSettings(Protocol):
-    """What a rank reads of the `thundersync.learner` options; see `config.LearnerConfig` for their meaning."""
-
-    dtype: str
-    zero_stage: int
-    offload_optimizer: bool
-    block_tokens: int
-    retain_gib: float
-    graph_gib: float | None
-    state_gib: float | None
-    accumulator: str
-    threads: int
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """A PEFT adapter without dropout; `target_modules`: "all-linear" or module names."""
-
-    rank: int
-    alpha: int
-    target_modules: str | list[str] = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,7 @@ class RankSpec:
     world_size: int
     master_address: str
     master_port: int
-    learner: LearnerSettings
+    learner: LearnerConfig
     objective: str = "opd"
     optimizer: OptimizerSettings | None = None
     lora: LoraSettings | None = None

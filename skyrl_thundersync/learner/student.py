@@ -22,7 +22,8 @@ from skyrl_thundersync.learner.kernel_choice import Choice, choose
 from skyrl_thundersync.learner.segments import SegmentModel
 
 if TYPE_CHECKING:
-    from skyrl_thundersync.learner.rank import LoraSettings, RankSpec
+    from skyrl_thundersync.learner.rank import RankSpec
+    from skyrl_thundersync.options.schema import LoraSettings
 
 STOCK_ATTENTION = "sdpa"
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from transformers import get_scheduler
 
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout
 from skyrl_thundersync.learner.fixed_point import from_fixed, root_of_squares, square_sum
+from skyrl_thundersync.options.schema import OptimizerSettings
 from skyrl_thundersync.process.heartbeat import doing
 
 ROUTES = {
@@ -41,19 +40,6 @@ BUCKET = 2**25
 UNIT = 16
 """A shard is a multiple of so many elements: a cache line of FP32, by which torch's fused AdamW cuts its work, and no less
 than a vector register holds. What is left over at a shard's end would be computed one by one, and rounded otherwise."""
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW as SkyRL's `optimizer_config` names it. `num_training_steps`: for schedules that end, e.g. "cosine"."""
-
-    lr: float = 1e-6
-    adam_betas: Sequence[float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    num_warmup_steps: int = 0
-    scheduler: str = "constant_with_warmup"
-    num_training_steps: int | None = None
 
 
 def route(stage: int, offload: bool, dtype: str) -> str:

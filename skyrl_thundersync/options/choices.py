@@ -1,6 +1,7 @@
 """The values that text options may have. Unknown ones are refused with the nearest right one when options are read."""
 
-from skyrl_thundersync.options.schema import ADVANTAGE_LAWS, OBJECTIVES, SCHEDULES
+from skyrl_thundersync.options.schema import ADVANTAGE_LAWS, OBJECTIVES
+from skyrl_thundersync.stream.release import SCHEDULES
 
 DTYPES = ("bfloat16", "float32")
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("opd", "grpo")
 ADVANTAGE_LAWS = ("population", "sample", "dr_grpo", "rloo")
-SCHEDULES = ("thundersync", "group", "sync")
 
 
 @dataclass
@@ -165,6 +164,55 @@ class ThunderSyncConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A PEFT adapter without dropout; `target_modules`: "all-linear" or module names."""
+
+    rank: int
+    alpha: int
+    target_modules: str | list[str] = "all-linear"
+
+
+def lora_settings(cfg: "TrainConfig") -> LoraSettings | None:
+    """The adapter that a run trains; None where it trains the whole student."""
+    lora = cfg.trainer.policy.model.lora
+    modules = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    return LoraSettings(lora.rank, lora.alpha, modules) if lora.rank else None
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW as SkyRL's `optimizer_config` names it. `num_training_steps`: for schedules that end, e.g. "cosine"."""
+
+    lr: float = 1e-6
+    adam_betas: tuple[float, ...] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    num_warmup_steps: int = 0
+    scheduler: str = "constant_with_warmup"
+    num_training_steps: int | None = None
+
+
+def optimizer_settings(cfg: "TrainConfig") -> OptimizerSettings:
+    """Of a run, from SkyRL's options."""
+    options = cfg.trainer.policy.optimizer_config
+    return OptimizerSettings(
+        lr=options.lr,
+        adam_betas=tuple(options.adam_betas),
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        num_warmup_steps=options.num_warmup_steps,
+        scheduler=options.scheduler,
+        num_training_steps=cfg.trainer.max_training_steps,
+    )
+
+
+def learner_ranks(cfg: "TrainConfig") -> int:
+    """Learner processes: `thundersync.learner.ranks`, or one per policy GPU."""
+    placement = cfg.trainer.placement
+    return cfg.thundersync.learner.ranks or placement.policy_num_gpus_per_node * placement.policy_num_nodes
 
 
 def uses_cuda(cfg: "TrainConfig") -> bool:

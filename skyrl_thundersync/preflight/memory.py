@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.engines.thread import kv_cache_gib
-from skyrl_thundersync.options.schema import uses_cuda
+from skyrl_thundersync.options.schema import learner_ranks, uses_cuda
 from skyrl_thundersync.preflight.models import model_config, model_parameters, served_bytes
 from skyrl_thundersync.process.check import Check
 from skyrl_thundersync.process.limits import GIB, available_memory
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
 
 PROCESS = GIB
 """Host memory of a process of ours that holds nothing yet: libraries, mostly."""
-
-
-def learner_ranks(cfg: TrainConfig) -> int:
-    """Learner processes: `thundersync.learner.ranks`, or one per policy GPU."""
-    placement = cfg.trainer.placement
-    return cfg.thundersync.learner.ranks or placement.policy_num_gpus_per_node * placement.policy_num_nodes
 
 
 def gpus_per_engine(cfg: TrainConfig) -> int:

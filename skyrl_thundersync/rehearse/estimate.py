@@ -93,13 +93,13 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     Raises:
         ConfigError: a model whose config.json cannot be had.
     """
-    from skyrl_thundersync.hosts.skyrl.dry_run import gpus_per_engine, learner_ranks
-    from skyrl_thundersync.learner.rank import LoraSettings
+    from skyrl_thundersync.options.schema import learner_ranks, lora_settings
+    from skyrl_thundersync.preflight.memory import gpus_per_engine
 
-    ts, lora = cfg.thundersync, cfg.trainer.policy.model.lora
+    ts = cfg.thundersync
     student = architecture("trainer.policy.model.path", cfg.trainer.policy.model.path)
     ranks = learner_ranks(cfg)
-    adapter = LoraSettings(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
+    adapter = lora_settings(cfg)
     workload = Workload(tokens, min(2048, tokens // 4))
     phases = rehearse_rank(Rank(student, ts.learner, ts.objective, ranks, gpu, adapter), workload)
     groups = -(-cfg.trainer.train_batch_size // ranks)

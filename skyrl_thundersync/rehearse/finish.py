@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout, contiguous_layout, trainable
-from skyrl_thundersync.learner.rank import LearnerSettings
-from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, route
+from skyrl_thundersync.learner.zero import ZeroOptimizer, route
+from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.rehearse.accounting import Accounting
 
 ALIGNMENT = 2
@@ -59,7 +59,7 @@ class _Sharded:
         dist.all_gather_single(flat, own)
 
 
-def optimizer_of(accounting: Accounting, model: torch.nn.Module, learner: LearnerSettings, ranks: int) -> ZeroOptimizer:
+def optimizer_of(accounting: Accounting, model: torch.nn.Module, learner: LearnerConfig, ranks: int) -> ZeroOptimizer:
     """The optimizer of one rank among `ranks`; the trainable parameters' storage becomes its flat buffer, as DeepSpeed's."""
     named = trainable(model)
     places = contiguous_layout(named)

@@ -19,7 +19,6 @@ from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.attention import implementation
 from skyrl_thundersync.learner.graph_size import GraphSize
 from skyrl_thundersync.learner.kernel_choice import choose
-from skyrl_thundersync.learner.rank import LearnerSettings, LoraSettings
 from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import Graph, Scored, Segment, SegmentModel
 from skyrl_thundersync.learner.state_budget import StateBudget
@@ -27,6 +26,7 @@ from skyrl_thundersync.learner.states import SPAN, Adjoint
 from skyrl_thundersync.learner.student import prepared
 from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.objectives import OBJECTIVES
+from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Accounting, Phase, rehearsing
 from skyrl_thundersync.rehearse.devices import Gpu
 from skyrl_thundersync.rehearse.finish import finish, optimizer_of
@@ -44,7 +44,7 @@ class Rank:
     """What a rank is built from. `gpu`: None for a rank on the CPU. ranks: how many share the optimizer's state."""
 
     known: Architecture
-    learner: LearnerSettings
+    learner: LearnerConfig
     objective: str
     ranks: int
     gpu: Gpu | None
@@ -161,7 +161,7 @@ def _at_length(rank: Rank, workload: Workload, layers: int, settled: int) -> dic
     return {name: _lengthened(*(run[name] for run in runs), chunks) for name in runs[0]}
 
 
-def _settled(learner: LearnerSettings, size: GraphSize, tokens: int) -> int:
+def _settled(learner: LearnerConfig, size: GraphSize, tokens: int) -> int:
     """Blocks after which nothing is decided otherwise any more: how many graphs stay, and whether layers run again."""
     block = max(1, learner.block_tokens)
     limit = tokens * size.per_token if learner.graph_gib is None else learner.graph_gib * 2**30

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from skyrl_thundersync.process.files import replace_text
+from skyrl_thundersync.process.durable import replace_text
 from skyrl_thundersync.rollout.outcomes import outcome_of
 
 ROLLOUTS, TASKS = "rollouts", "tasks.json"

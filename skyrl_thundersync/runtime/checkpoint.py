@@ -17,7 +17,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
-from skyrl_thundersync.process.files import NotWrittenError, flush, replace_text, seal_claimed, sha256_all
+from skyrl_thundersync.process.durable import NotWrittenError, flush, replace_text, seal_claimed, sha256_all
 
 FORMAT, FORMAT_VERSION = "skyrl_thundersync checkpoint", 1
 PREFIX, POINTER, MANIFEST = "global_step_", "latest_ckpt_global_step.txt", "manifest.json"

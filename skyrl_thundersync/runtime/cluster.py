@@ -24,7 +24,7 @@ from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cau
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import longest_sampled
 from skyrl_thundersync.process.check import Check, require
-from skyrl_thundersync.process.files import seal_claimed
+from skyrl_thundersync.process.durable import seal_claimed
 from skyrl_thundersync.process.heartbeat import gone, named
 from skyrl_thundersync.process.interrupts import apart
 from skyrl_thundersync.process.limits import available_memory, update_disk, update_memory
@@ -39,7 +39,7 @@ from skyrl_thundersync.telemetry.display import Display
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
-    from skyrl_thundersync.trainer import LearnerRank
+    from skyrl_thundersync.trainer import LearnerHandle
 
 
 class Host(Protocol):
@@ -83,7 +83,7 @@ class Cluster:
         self._published_bytes = self._kept_bytes = 0
         self._probe_ids: list[int] = []
         self.version = 0
-        self.ranks: list[LearnerRank] = []
+        self.ranks: list[LearnerHandle] = []
         self.saved: Path | None = None
 
     def __enter__(self) -> Cluster:

@@ -25,9 +25,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from skyrl_thundersync.learner.actor import LearnerActor
-from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
-from skyrl_thundersync.process.files import NotWrittenError
+from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, RankSpec
+from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.options.schema import learner_ranks, lora_settings, optimizer_settings
+from skyrl_thundersync.process.durable import NotWrittenError
 from skyrl_thundersync.stream.sources import Work, WorkDone
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class RankHandle:
-    """One learner rank, as `trainer.LearnerRank`; whichever process it is in."""
+    """One learner rank, as `trainer.LearnerHandle`; whichever process it is in."""
 
     def __init__(self, learners: Learners, rank: int) -> None:
         self._learners, self._rank = learners, rank
@@ -63,8 +64,7 @@ class Learners:
     def __init__(self, cfg: TrainConfig, device: str, logs: Path, kept: Path, say: Callable[[str], None]) -> None:
         self._cfg, self._device, self._logs, self._kept, self._say = cfg, device, logs, kept, say
         self._most_restarts = cfg.thundersync.learner.max_restarts
-        placement = cfg.trainer.placement
-        self._world = cfg.thundersync.learner.ranks or (placement.policy_num_gpus_per_node * placement.policy_num_nodes)
+        self._world = learner_ranks(cfg)
         self._generation = self._restarts = 0
         self._lock = asyncio.Lock()
         self._copies: tuple[Path, list] | None = None
@@ -181,7 +181,6 @@ class Learners:
     def _start(self) -> list:
         ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
         settings = replace(ts.learner, block_tokens=block_tokens(self._cfg))
-        optimizer, lora = policy.optimizer_config, policy.model.lora
         port = free_port()
         options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
         options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}}
@@ -197,16 +196,8 @@ class Learners:
                     master_port=port,
                     learner=settings,
                     objective=ts.objective,
-                    optimizer=OptimizerSettings(
-                        lr=optimizer.lr,
-                        adam_betas=tuple(optimizer.adam_betas),
-                        weight_decay=optimizer.weight_decay,
-                        max_grad_norm=optimizer.max_grad_norm,
-                        num_warmup_steps=optimizer.num_warmup_steps,
-                        scheduler=optimizer.scheduler,
-                        num_training_steps=self._cfg.trainer.max_training_steps,
-                    ),
-                    lora=LoraSettings(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None,
+                    optimizer=optimizer_settings(self._cfg),
+                    lora=lora_settings(self._cfg),
                     device=self._device,
                     log_path=str(self._logs / f"learner-{rank}.log"),
                     objective_settings={"law": ts.grpo.law, "epsilon": ts.grpo.epsilon}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.process.files import replace_text
+from skyrl_thundersync.process.durable import replace_text
 from skyrl_thundersync.rollout.log import ROLLOUTS
 from skyrl_thundersync.runtime import checkpoint
 
@@ -58,7 +58,7 @@ EXPORTED = ("global_step_*/policy", "global_step_*/policy.part", "global_step_*/
 
 
 @dataclass(frozen=True)
-class Owner:
+class RunOwner:
     """A process that holds a folder: `start` (clock ticks since boot) and `boot` tell it from a later one of the same id."""
 
     host: str
@@ -68,7 +68,7 @@ class Owner:
     boot: str
 
     @classmethod
-    def this(cls) -> Owner:
+    def this(cls) -> RunOwner:
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         return cls(socket.gethostname(), os.getpid(), now, _start(os.getpid()), _boot())
 
@@ -135,7 +135,7 @@ def _locked(option: str, folder: Path) -> Iterator[list[str]]:
                 f"[yellow]{folder}: the last run here, {before}, did not end by itself. This machine cannot see whether it "
                 "still runs where the filesystem keeps no locks between machines[/yellow]"
             )
-        _write(descriptor, json.dumps(asdict(Owner.this())))
+        _write(descriptor, json.dumps(asdict(RunOwner.this())))
         try:
             yield remarks
         finally:
@@ -176,10 +176,10 @@ def _holder(descriptor: int) -> str:
     return str(owner)
 
 
-def _owner(descriptor: int) -> Owner | None:
+def _owner(descriptor: int) -> RunOwner | None:
     """Who wrote the lock's file last, and did not take it back; None too when that was not written whole."""
     with suppress(ValueError, TypeError):
-        return Owner(**json.loads(os.pread(descriptor, 4096, 0)))
+        return RunOwner(**json.loads(os.pread(descriptor, 4096, 0)))
     return None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.preflight.models import model_folder
-from skyrl_thundersync.process.files import sha256
+from skyrl_thundersync.process.durable import sha256
 from skyrl_thundersync.runtime.checkpoint import CheckpointError, choose, read
 
 if TYPE_CHECKING:
@@ -154,6 +154,9 @@ def _shape_differences(saved: list, now: list) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and value.keys() == {"model", "content"}:  # a model, as `identity` says it
+        content = value["content"] and value["content"][:12]
+        return f"{value['model']} (of content {content or 'unknown'})"
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
 

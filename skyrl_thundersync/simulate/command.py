@@ -153,7 +153,7 @@ def of_config(arguments: list[str]) -> tuple[dict, dict]:
     """What a run's configuration says of the batch and of the machine; speeds, lengths and times it does not know."""
     from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
-    from skyrl_thundersync.preflight.memory import learner_ranks
+    from skyrl_thundersync.options.schema import learner_ranks
     from skyrl_thundersync.process.quiet import quiet_imports
 
     with Console(stderr=True).status("reading the configuration"), quiet_imports():

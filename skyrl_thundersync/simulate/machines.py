@@ -87,7 +87,7 @@ def _require(name: str, value, holds: bool, what: str) -> None:
         raise ValueError(f"machine: {name}={value!r} must be {what}")
 
 
-class Replica:
+class SimulatedReplica:
     """Processor sharing: all running requests progress at the same rate, so they finish in order of progress + length.
 
     Args:
@@ -144,7 +144,7 @@ class Replica:
             self._done(key)
 
 
-class TeacherReplica:
+class SimulatedTeacher:
     """Scores in arrival order."""
 
     def __init__(self, timers: Timers, machine: Machine) -> None:
@@ -176,7 +176,7 @@ class _Group:
     closed: list[_Path] = field(default_factory=list)
 
 
-class Learner:
+class SimulatedRank:
     """One learner rank's clock and memory.
 
     Attributes:

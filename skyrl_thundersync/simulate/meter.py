@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_thundersync.simulate.machines import Learner, Machine
+from skyrl_thundersync.simulate.machines import Machine, SimulatedRank
 from skyrl_thundersync.simulate.virtual_time import Timers
+from skyrl_thundersync.stream.release import SCHEDULES
 from skyrl_thundersync.stream.sources import Append, Work
-
-SCHEDULES = ("sync", "group", "thundersync")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedUpdate:
     """A simulated update: its figures, and by work item in order of completion the rank, release, start and service."""
 
     figures: Figures
@@ -81,7 +80,7 @@ class Meter:
 
     def __init__(self, timers: Timers, machine: Machine, policy: Policy) -> None:
         self._timers = timers
-        self.learners = [Learner(machine, policy.statistics_cap is not None) for _ in range(machine.ranks)]
+        self.learners = [SimulatedRank(machine, policy.statistics_cap is not None) for _ in range(machine.ranks)]
         self._released_at: dict[int, float] = {}
         self._deferred_s = 0.0
         self.rank, self.released, self.started, self.service = array("l"), array("d"), array("d"), array("d")
@@ -102,7 +101,7 @@ class Meter:
             at += service
         return seconds
 
-    def close(self, rollout_s: float, tail_s: float, suffix_s: float, sources: int) -> Run:
+    def close(self, rollout_s: float, tail_s: float, suffix_s: float, sources: int) -> SimulatedUpdate:
         rank, released = np.array(self.rank), np.array(self.released)
         started, service = np.array(self.started), np.array(self.service)
         wait, step = started - released, rollout_s + tail_s + suffix_s
@@ -129,4 +128,4 @@ class Meter:
             sources=sources,
             work_items=len(service),
         )
-        return Run(figures, rank, released, started, service)
+        return SimulatedUpdate(figures, rank, released, started, service)

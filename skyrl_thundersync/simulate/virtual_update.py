@@ -11,8 +11,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from skyrl_thundersync.simulate.machines import Machine, TeacherReplica
-from skyrl_thundersync.simulate.meter import Meter, Policy, Run
+from skyrl_thundersync.simulate.machines import Machine, SimulatedTeacher
+from skyrl_thundersync.simulate.meter import Meter, Policy, SimulatedUpdate
 from skyrl_thundersync.simulate.virtual_time import Events, Timers, VirtualLoop
 from skyrl_thundersync.simulate.workload import RecordedRollouts, Rollouts, float_zeros
 from skyrl_thundersync.stream.placement import Placement
@@ -25,8 +25,8 @@ class Teachers:
     """Teacher replicas; a trajectory stays with the one that holds its cache."""
 
     def __init__(self, timers: Timers, machine: Machine) -> None:
-        self._replicas = [TeacherReplica(timers, machine) for _ in range(machine.teachers)]
-        self._replica_of: dict[TrajectoryId, TeacherReplica] = {}
+        self._replicas = [SimulatedTeacher(timers, machine) for _ in range(machine.teachers)]
+        self._replica_of: dict[TrajectoryId, SimulatedTeacher] = {}
 
     def submit(self, source: Source, done: Callable[..., None], *args) -> None:
         replica = self._replica_of.get(source.trajectory)
@@ -38,7 +38,7 @@ class Teachers:
 
 def direct(
     rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy, placement: Placement | None = None
-) -> Run:
+) -> SimulatedUpdate:
     """Simulate one update without asyncio: some ten microseconds a work item.
 
     placement: a fresh one to use in place of the schedule's own.
@@ -63,10 +63,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> Run:
+def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> SimulatedUpdate:
     """Simulate one update with `trainer.Update` itself, unmodified, on an event loop in virtual time."""
 
-    async def main() -> Run:
+    async def main() -> SimulatedUpdate:
         loop = asyncio.get_running_loop()
         meter = Meter(loop, machine.under(policy.schedule), policy)
         teacher = _Teacher(Teachers(loop, machine)) if _teaches(rollouts, machine) else None
@@ -100,7 +100,7 @@ def _teaches(rollouts: Rollouts | RecordedRollouts, machine: Machine) -> bool:
 
 
 class _Rank:
-    """A simulated rank as `trainer.LearnerRank`."""
+    """A simulated rank as `trainer.LearnerHandle`."""
 
     def __init__(self, meter: Meter, rank: int) -> None:
         self._meter, self._rank = meter, rank
@@ -181,7 +181,7 @@ class DirectUpdate:
                 end = self._events.time() + sum(self._meter.run(rank, works))
                 self._events.call_at(end, self._done, rank, works)
 
-    def close(self) -> Run:
+    def close(self) -> SimulatedUpdate:
         self.ledger.require_complete()
         tail = max(self._last, self._rollouts_ended) - self._rollouts_ended
         return self._meter.close(self._rollouts_ended, tail, self._suffix_s, self.ledger.n_sources)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from skyrl_thundersync.simulate.machines import Machine, Replica, described
+from skyrl_thundersync.simulate.machines import Machine, SimulatedReplica, described
 from skyrl_thundersync.simulate.virtual_time import Timers
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 from skyrl_thundersync.telemetry.record import Batch
@@ -100,7 +100,9 @@ class Rollouts:
     def begin(self, timers: Timers, sink: Sink, ended: Callable[[], None]) -> None:
         """Start; `ended` is called when the last trajectory has closed."""
         self._timers, self._sink, self._ended = timers, sink, ended
-        self._replicas = [Replica(timers, self._machine, self._turn_sampled) for _ in range(self._machine.replicas)]
+        self._replicas = [
+            SimulatedReplica(timers, self._machine, self._turn_sampled) for _ in range(self._machine.replicas)
+        ]
         self._replica_of = [-1] * len(self._ids)
         self._prompted: set[tuple[int, str]] = set()
         self._waiting, self._open = deque(range(len(self._ids))), len(self._ids)

@@ -12,16 +12,26 @@ from dataclasses import dataclass, field
 
 from skyrl_thundersync.stream.sources import CloseGroup, Work, group_of
 
+SCHEDULES = ("sync", "group", "thundersync")
+
 
 @dataclass
 class ReleaseGate:
-    """Holds ready work back as `schedule` says; every method returns what may enter the queues now, in order."""
+    """Holds ready work back as `schedule` says; every method returns what may enter the queues now, in order.
+
+    Raises:
+        ValueError: a schedule that is none of `SCHEDULES`.
+    """
 
     schedule: str
     group_tokens: Callable[[str], int]
     _held: dict[str, list[Work]] = field(default_factory=dict)
     _complete: list[str] = field(default_factory=list)
     _rollouts_ended: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
 
     def offer(self, work: Work) -> list[Work]:
         """`work` became ready."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.tasks import schema
-from skyrl_thundersync.tasks.files import SUFFIXES, is_hub_name, read_rows
+from skyrl_thundersync.tasks.rows import SUFFIXES, is_hub_name, read_rows
 from skyrl_thundersync.tasks.scripts import unparsable
 
 TERMINAL = "terminal"

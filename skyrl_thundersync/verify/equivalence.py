@@ -16,7 +16,7 @@ import torch
 
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
-from skyrl_thundersync.learner.zero import OptimizerSettings
+from skyrl_thundersync.options.schema import OptimizerSettings
 from skyrl_thundersync.stream.sources import CloseGroup
 from skyrl_thundersync.telemetry.record import Batch, load_batches
 from skyrl_thundersync.telemetry.rundata import read_metrics
@@ -34,9 +34,9 @@ from skyrl_thundersync.verify.reference import (
 from skyrl_thundersync.verify.rerun import (
     STREAMED,
     SYNC,
-    Learner,
+    RecordedRun,
     Replayed,
-    Run,
+    ReplayRank,
     Updaters,
     read_run,
     synchronous,
@@ -98,13 +98,13 @@ def _describe(batch: Batch) -> dict:
     return {"version": batch.version, "n_scored": batch.n_scored, "groups": groups}
 
 
-def _gradients(run: Run, batches: list[Batch], seen: list[Batch], plant, result: dict) -> list[Finding]:
+def _gradients(run: RecordedRun, batches: list[Batch], seen: list[Batch], plant, result: dict) -> list[Finding]:
     """Streamed against textbook at θ_0 (with an adapter: at random adapter weights), FP64 and FP32."""
     findings: list[Finding] = []
     books, learners = {}, {}
     for dtype in TOLERANCE:
         books[dtype] = load_model(run.model, getattr(torch, dtype), run.lora, run.device)
-        learners[dtype] = Learner(run, dtype)
+        learners[dtype] = ReplayRank(run, dtype)
         if run.lora:
             books[dtype].load_state_dict(learners[dtype].adapter(), strict=False)
         result["relative_error"][dtype] = []
@@ -148,7 +148,7 @@ def _compare(ours: Replayed, theirs: Gradient, n_scored: int, divides: bool) -> 
     }
 
 
-def _own_report(run: Run, folder: Path, result: dict) -> list[Finding]:
+def _own_report(run: RecordedRun, folder: Path, result: dict) -> list[Finding]:
     """N_k of every batch, and the norm at θ_0, against metrics.jsonl: the run did what its record says."""
     rows = read_metrics(folder)
     own = {row["thundersync/policy_version"]: row for row in rows if "thundersync/policy_version" in row}
@@ -208,7 +208,7 @@ def _pushed(exact: Gradient, single: Gradient) -> Gradient:
     return found
 
 
-def _updates(run: Run, batches: list[Batch], result: dict) -> list[Finding]:
+def _updates(run: RecordedRun, batches: list[Batch], result: dict) -> list[Finding]:
     """Δ_k after each replayed update (FP32): streamed against sync, and against textbook gradients and AdamW in FP64.
 
     The limit is what rounding can do: the distance between AdamW on those gradients and AdamW on `_pushed` ones.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM
 
+from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory, TrajectoryId
 from skyrl_thundersync.telemetry.record import Batch
 
@@ -33,15 +34,6 @@ class Objective:
         return self.name == "opd"
 
 
-@dataclass(frozen=True)
-class Lora:
-    """A PEFT adapter; as `learner.rank.LoraSettings`."""
-
-    rank: int
-    alpha: int
-    target_modules: str | list[str]
-
-
 @dataclass
 class Sequence:
     """One branch of a trajectory: its token ids and, by position of a scored token in it, log π_T and the source's turn."""
@@ -52,7 +44,7 @@ class Sequence:
     turns: dict[int, int] = field(default_factory=dict)
 
 
-def load_model(path: str, dtype: torch.dtype, lora: Lora | None, device: str) -> torch.nn.Module:
+def load_model(path: str, dtype: torch.dtype, lora: LoraSettings | None, device: str) -> torch.nn.Module:
     """The student with stock attention; with `lora` under a fresh adapter, as the learner's ranks start it."""
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped kernels take no FP64
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **experts).to(device).eval()

@@ -15,35 +15,30 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, free_port
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.options.schema import (
+    LearnerConfig,
+    LoraSettings,
+    OptimizerSettings,
+    learner_ranks,
+    lora_settings,
+    optimizer_settings,
+    uses_cuda,
+)
 from skyrl_thundersync.stream.sources import CloseTrajectory, TrajectoryId, Work, group_of
 from skyrl_thundersync.telemetry.record import Batch
 from skyrl_thundersync.verify.planted import Plant
-from skyrl_thundersync.verify.reference import Gradient, Lora, Objective, fill_adapter
+from skyrl_thundersync.verify.reference import Gradient, Objective, fill_adapter
 
 STREAMED, SYNC = "streamed", "sync"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A rank's `thundersync.learner` options for a replay."""
-
-    dtype: str
-    zero_stage: int = 1
-    offload_optimizer: bool = False
-    block_tokens: int = 640
-    retain_gib: float = 1.0
-    graph_gib: float | None = None
-    state_gib: float | None = None
-    accumulator: str = "fp32"
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What of a run's configuration a replay needs.
 
     Attributes:
@@ -55,52 +50,38 @@ class Run:
 
     model: str
     world: int
-    learner: Settings
+    learner: LearnerConfig
     adam: OptimizerSettings
     objective: Objective
-    lora: Lora | None
+    lora: LoraSettings | None
     device: str
     gap_tolerance: float
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """From the configuration that a run left in its folder.
 
     Raises:
         FileNotFoundError: there is none, or its model is no longer where it was.
     """
-    import yaml
-
     file = Path(folder) / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no config.yaml: name the folder of a run (thundersync.run_dir)")
-    config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    ts, policy = config["thundersync"], config["trainer"]["policy"]
-    model, optimizer, lora = policy["model"]["path"], policy["optimizer_config"], policy["model"]["lora"]
+    cfg = OmegaConf.load(file)
+    ts, model = cfg.thundersync, cfg.trainer.policy.model.path
     if not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"{file} names the model folder {model}, which is not there any more")
-    placement = config["trainer"]["placement"]
-    device = ts["device"]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     law = {name: value for name, value in ts.get("grpo", {}).items() if name in ("law", "epsilon")}
-    return Run(
+    known = LearnerConfig.__dataclass_fields__
+    return RecordedRun(
         model=model,
-        world=ts["learner"]["ranks"] or placement["policy_num_gpus_per_node"] * placement["policy_num_nodes"],
-        learner=Settings(**{k: v for k, v in ts["learner"].items() if k in Settings.__dataclass_fields__}),
-        adam=OptimizerSettings(
-            optimizer["lr"],
-            tuple(optimizer["adam_betas"]),
-            optimizer["weight_decay"],
-            optimizer["max_grad_norm"],
-            optimizer["num_warmup_steps"],
-            optimizer["scheduler"],
-            config["trainer"]["max_training_steps"],
-        ),
-        objective=Objective(ts["objective"], **law),
-        lora=Lora(lora["rank"], lora["alpha"], lora["target_modules"]) if lora["rank"] else None,
-        device=device,
-        gap_tolerance=ts["publish"]["tolerance"],
+        world=learner_ranks(cfg),
+        learner=LearnerConfig(**{name: value for name, value in ts.learner.items() if name in known}),
+        adam=optimizer_settings(cfg),
+        objective=Objective(ts.objective, **law),
+        lora=lora_settings(cfg),
+        device="cuda" if uses_cuda(cfg) else "cpu",
+        gap_tolerance=ts.publish.tolerance,
     )
 
 
@@ -112,10 +93,10 @@ class Replayed:
     n_scored: int
 
 
-class Learner:
+class ReplayRank:
     """One accumulating rank in this process that plays all ranks of a run, one after the other."""
 
-    def __init__(self, run: Run, dtype: str) -> None:
+    def __init__(self, run: RecordedRun, dtype: str) -> None:
         self._world = run.world
         self._rank = _rank(run, replace(run.learner, dtype=dtype), 0, 1, 0, None)
         if run.lora:
@@ -154,7 +135,7 @@ class Updated:
 class Updaters:
     """All ranks of a run, each with a streamed and a synchronous learner; in this process when there is one rank."""
 
-    def __init__(self, run: Run, sides: dict[str, Settings]) -> None:
+    def __init__(self, run: RecordedRun, sides: dict[str, LearnerConfig]) -> None:
         port = free_port()
         self._pools = (
             [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(run.world)] if run.world > 1 else []
@@ -185,7 +166,7 @@ class Updaters:
 _sides: dict[str, LearnerRank] = {}  # the learners of this process
 
 
-def _build(run: Run, sides: dict[str, Settings], index: int, port: int) -> None:
+def _build(run: RecordedRun, sides: dict[str, LearnerConfig], index: int, port: int) -> None:
     # A process of its own writes to the same screen.
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -206,7 +187,7 @@ def _update(side: str, batch: Batch) -> Updated:
 
 
 def _rank(
-    run: Run, settings: Settings, index: int, world: int, port: int, optimizer: OptimizerSettings | None
+    run: RecordedRun, settings: LearnerConfig, index: int, world: int, port: int, optimizer: OptimizerSettings | None
 ) -> LearnerRank:
     law = {} if run.objective.name == "opd" else {"law": run.objective.law, "epsilon": run.objective.epsilon}
     return LearnerRank(
@@ -219,7 +200,7 @@ def _rank(
             learner=settings,
             objective=run.objective.name,
             optimizer=optimizer,
-            lora=LoraSettings(**vars(run.lora)) if run.lora else None,
+            lora=run.lora,
             device=run.device,
             objective_settings=law,
         )

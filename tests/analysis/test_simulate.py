@@ -15,9 +15,10 @@ from skyrl_thundersync import theory
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.simulate import command as simulate
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import SCHEDULES, Policy
+from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct, via_update
 from skyrl_thundersync.simulate.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
+from skyrl_thundersync.stream.release import SCHEDULES
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 from skyrl_thundersync.telemetry.record import Batch
 from tests.analysis.test_theory import recursion

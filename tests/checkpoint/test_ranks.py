@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ranks import OPTIMIZER, in_processes, parameters, spec, works_of
 
 from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, load_rank, save_rank
-from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings
+from skyrl_thundersync.learner.rank import LearnerRank
+from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.stream.sources import group_of
 
 CASES = [  # stage, offload, dtype, LoRA: every pair of values together at least once

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings
-from skyrl_thundersync.options.schema import LearnerConfig
+from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.stream.sources import Append
 from skyrl_thundersync.telemetry.record import load_batches
 from tests import job

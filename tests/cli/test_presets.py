@@ -3,7 +3,8 @@
 import pytest
 
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.hosts.skyrl.compose import build_config, to_dotlist
+from skyrl_thundersync.hosts.skyrl.compose import build_config
+from skyrl_thundersync.hosts.skyrl.door import to_dotlist
 from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.validate import option_problems
@@ -72,7 +73,7 @@ def test_every_option_of_every_block_is_a_known_key():
         ("trainer.n_samples_per_prompt=4", ["'generator.n_samples_per_prompt'"]),
         ("thundersync.techer.model=x", ["'thundersync.teacher'"]),
         ("bogus=1", ["'bogus'", "thundersync"]),
-        ("thundersync.schedule=snyc", ["command line", "thundersync, group, sync", "'sync'"]),
+        ("thundersync.schedule=snyc", ["command line", "sync, group, thundersync", "'sync'"]),
         ("thundersync.objective=odp", ["'opd'"]),
         ("trainer.logger=tensorbord", ["'tensorboard'"]),
         ("trainer.seed=abc", ["trainer.seed='abc'", "expected int"]),

@@ -69,6 +69,7 @@ BAD = {
     "generator.inference_engine.model_dtype": "bfloat16",
     "thundersync.publish.tolerance": 0.0,
     "trainer.ckpt_path": "s3://bucket/checkpoints",
+    "thundersync.rollouts_mib": -1.0,
     "thundersync.hang_timeout_s": 1.0,
     "thundersync.learner.ranks": 0,
     "thundersync.learner.block_tokens": 0,

@@ -246,7 +246,7 @@ def test_execution_checks_drop_tasks_that_the_reference_or_nothing_decides(sandb
 
 def test_the_papers_counts_are_compared_where_all_of_the_data_is_there():
     def source(read, empty):
-        return prepare.Source("swe-smith", read, "0", [], {"empty_problem_statement": empty})
+        return prepare.TaskSource("swe-smith", read, "0", [], {"empty_problem_statement": empty})
 
     assert prepare.prepare(source(50907, 11437)).manifest["paper"] is None
     paper = prepare.prepare(source(50908, 11437)).manifest["paper"]

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_thundersync.data.swe_bench import COLLECT, read_instances, terminal_row
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.evaluate import swe_bench
+from skyrl_thundersync.evaluate import swe_bench_harness as swe_bench
 from skyrl_thundersync.evaluate.attempts import Attempt, AttemptFiles, read_attempts, summarise
 from skyrl_thundersync.tasks.terminal_env import TerminalEnv
 

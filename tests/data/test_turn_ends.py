@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_thundersync.data.byte_tokenizer import byte_characters
 from skyrl_thundersync.harbor.capture import CapturedChat
 from skyrl_thundersync.hosts.skyrl.config import TrainConfig
-from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator
+from skyrl_thundersync.hosts.skyrl.train_loop import StreamingGenerator
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.stream.sources import TrajectoryId

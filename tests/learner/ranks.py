@@ -16,8 +16,9 @@ from plain import batch, interleave, settings, trajectory
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.actor import LearnerActor
-from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, ZeroOptimizer, connect, free_port
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.learner.zero import ZeroOptimizer, connect, free_port
+from skyrl_thundersync.options.schema import LoraSettings, OptimizerSettings
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, group_of
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_warmup_steps=2)

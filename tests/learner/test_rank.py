@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.learner.actor import CPU_NICENESS
 from skyrl_thundersync.learner.cut_state import layer_kinds
-from skyrl_thundersync.learner.rank import LearnerRank, LoraSettings, RankSpec
+from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.student import load_student, save_student
+from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.preflight.models import adapter_base
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId
 

@@ -6,7 +6,8 @@ from plain import plain_gradient, plain_model, settings
 from ranks import CASES, OPTIMIZER, STEPS, all_cases, hashes, in_processes, long_runs, works_of
 
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
-from skyrl_thundersync.learner.zero import OptimizerSettings, route
+from skyrl_thundersync.learner.zero import route
+from skyrl_thundersync.options.schema import OptimizerSettings
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -13,7 +13,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.hosts.skyrl.generator import RewardError
-from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator
+from skyrl_thundersync.hosts.skyrl.train_loop import StreamingGenerator
 from skyrl_thundersync.options.schema import OutcomesConfig, SandboxConfig
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_thundersync.hosts.skyrl.dataset import TaskDataset
 from skyrl_thundersync.quickstart.files import materialise
-from skyrl_thundersync.tasks.files import read_rows
+from skyrl_thundersync.tasks.rows import read_rows
 from skyrl_thundersync.tasks.schema import TaskError, TaskRow
 from skyrl_thundersync.tasks.scripts import unparsable
 from skyrl_thundersync.tasks.survey import RowChecks, Surveyor

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl.train.dataset import PromptDataset
 
-from skyrl_thundersync.tasks.files import is_hub_name, read_rows
+from skyrl_thundersync.tasks.rows import is_hub_name, read_rows
 from skyrl_thundersync.tasks.survey import RowChecks
 
 

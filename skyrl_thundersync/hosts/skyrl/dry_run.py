@@ -17,8 +17,8 @@ from skyrl_thundersync.hosts.skyrl.compose import build_config
 from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults
 from skyrl_thundersync.options.choices import CHOICES
 from skyrl_thundersync.options.presets import own_presets, resolve
-from skyrl_thundersync.options.schema import uses_cuda
-from skyrl_thundersync.preflight.memory import gpus_per_engine, learner_ranks
+from skyrl_thundersync.options.schema import learner_ranks, uses_cuda
+from skyrl_thundersync.preflight.memory import gpus_per_engine
 from skyrl_thundersync.process.quiet import quiet_imports
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
 
 def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
     into_run_folder(run_dir)
-    from skyrl_thundersync.hosts.skyrl.experiment import Progress
+    from skyrl_thundersync.hosts.skyrl.experiment import ProgressCallback
     from skyrl_thundersync.hosts.skyrl.parts import SkyRLParts
     from skyrl_thundersync.options.registry import load
     from skyrl_thundersync.options.schema import as_yaml
@@ -138,7 +138,7 @@ def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
         experiment = load(experiment_class)(cfg, cluster, display, run_dir)
         cluster.start(experiment.tokenizer)
         trainer = experiment._setup_trainer()
-        progress = Progress(display, metrics)
+        progress = ProgressCallback(display, metrics)
         trainer.add_callback(progress)
         try:
             at("training")

@@ -10,7 +10,7 @@ from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync.hosts.skyrl.dataset import TaskDataset
 from skyrl_thundersync.hosts.skyrl.loggers import Trackers, trackers
-from skyrl_thundersync.hosts.skyrl.trainer import StreamingGenerator, ThunderSyncTrainer
+from skyrl_thundersync.hosts.skyrl.train_loop import StreamingGenerator, ThunderSyncTrainer
 from skyrl_thundersync.process.heartbeat import at
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.log import RolloutLog
@@ -22,7 +22,7 @@ from skyrl_thundersync.telemetry.metrics import MetricsFile
 from skyrl_thundersync.telemetry.record import Recorder
 
 
-class Progress(TrainingCallback):
+class ProgressCallback(TrainingCallback):
     """What SkyRL's tracker gets, also in metrics.jsonl; evaluations also on the screen."""
 
     def __init__(self, display: Display, metrics: MetricsFile) -> None:

@@ -23,9 +23,9 @@ from typing import Any
 from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync.hosts.skyrl.experiment import ThunderSyncExperiment
-from skyrl_thundersync.hosts.skyrl.trainer import ThunderSyncTrainer
-from skyrl_thundersync.options.schema import SCHEDULES
+from skyrl_thundersync.hosts.skyrl.train_loop import ThunderSyncTrainer
 from skyrl_thundersync.runtime.driver_state import driver_random_state, restore_driver_random_state
+from skyrl_thundersync.stream.release import SCHEDULES
 from skyrl_thundersync.tasks import terminal_env
 
 ROUNDS = "rounds.jsonl"

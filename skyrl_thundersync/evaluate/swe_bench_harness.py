@@ -7,7 +7,6 @@ has graded already are not run again, so an interrupted grading goes on.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate.attempts import Attempt, read_attempts
+from skyrl_thundersync.process.durable import replace_text
 
 MODEL = "policy"
 HARNESS = "swebench.harness.run_evaluation"
@@ -29,9 +29,7 @@ def keep_patch(folder: Path, task_id: str, attempt: int, patch: str) -> None:
     """Write it, whole or not at all."""
     file = patch_file(folder, task_id, attempt)
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".new")
-    fresh.write_text(patch, encoding="utf-8")
-    os.replace(fresh, file)
+    replace_text(file, patch)
 
 
 def grade(folder: Path, dataset: Path, python: str, workers: int) -> list[Attempt]:
@@ -48,9 +46,7 @@ def grade(folder: Path, dataset: Path, python: str, workers: int) -> list[Attemp
         tasks = [attempt.task_id for attempt in attempts if attempt.attempt == number]
         resolved |= {(task, number) for task in _run(folder, dataset, python, workers, number, tasks)}
     graded = [_graded(attempt, (attempt.task_id, attempt.attempt) in resolved) for attempt in attempts]
-    fresh = folder / ".results.jsonl"
-    fresh.write_text("".join(json.dumps(asdict(attempt)) + "\n" for attempt in graded), encoding="utf-8")
-    os.replace(fresh, folder / "results.jsonl")
+    replace_text(folder / "results.jsonl", "".join(json.dumps(asdict(attempt)) + "\n" for attempt in graded))
     return graded
 
 
