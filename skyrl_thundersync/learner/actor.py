@@ -2,7 +2,8 @@
 
 import os
 
-from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, export, keep_rank, load_rank, save_rank
+from skyrl_thundersync.learner import checkpoint
+from skyrl_thundersync.learner.answers import Content, Shards, Step, Written
 from skyrl_thundersync.learner.heap import keep_pages
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.process.heartbeat import at, doing
@@ -35,7 +36,7 @@ class LearnerActor(LearnerRank):
         with doing(f"{'forward' if isinstance(work, Append) else 'sweep'} of {work_name(work)}"):
             return super()._run(work, *how)
 
-    def finish(self) -> dict:
+    def finish(self) -> Step:
         with doing("finish"):
             return super().finish()
 
@@ -43,19 +44,25 @@ class LearnerActor(LearnerRank):
         with doing("writing weights"):
             super().save_weights(folder)
 
-    def save_checkpoint(self, folder: str) -> dict:
-        """learner/checkpoint.py says what these take and return."""
+    # learner/checkpoint.py says what these take and return.
+
+    def save_checkpoint(self, folder: str) -> Written:
         with doing("writing a checkpoint"):
-            return save_rank(self, folder)
+            return checkpoint.save_rank(self, folder)
 
-    def export(self, folder: str) -> dict:
+    def export(self, folder: str) -> dict[str, tuple[int, str]]:
         with doing("writing the model"):
-            return export(self, folder)
+            return checkpoint.export(self, folder)
 
-    def keep(self, folder: str) -> dict:
+    def keep(self, folder: str) -> Written:
         with doing("keeping its shard"):
-            return keep_rank(self, folder)
+            return checkpoint.keep_rank(self, folder)
 
-    checkpoint_bytes = bytes_needed
-    describe = describe
-    load_checkpoint = load_rank
+    def load_checkpoint(self, folder: str, saved: Shards) -> None:
+        checkpoint.load_rank(self, folder, saved)
+
+    def checkpoint_bytes(self) -> int:
+        return checkpoint.bytes_needed(self)
+
+    def content(self) -> Content:
+        return checkpoint.content(self)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from skyrl_thundersync.learner.accumulate import trainable
+from skyrl_thundersync.learner.answers import Content, Shards, Written
 from skyrl_thundersync.learner.rank import LearnerRank
 from skyrl_thundersync.process.durable import flush, seal, seal_all
 
@@ -31,13 +32,12 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"{OPTIMIZER}/rank-{rank}-of-{ranks}.safetensors"
 
 
-def describe(rank: LearnerRank) -> dict[str, Any]:
-    """What a checkpoint must fit: the trainable parameters' names and shapes, and a digest of everything frozen."""
+def content(rank: LearnerRank) -> Content:
     named = trainable(rank.model)
     names = {name for name, _ in named}
     frozen = [(k, t) for k, t in rank.model.state_dict().items() if k not in names and not _tied(t, named)]
     digest = hashlib.sha256(json.dumps([(k, list(t.shape), _bits(t)) for k, t in frozen]).encode()).hexdigest()
-    return {"parameters": [[name, list(p.shape)] for name, p in named], "frozen": digest if frozen else None}
+    return Content([[name, list(p.shape)] for name, p in named], digest if frozen else None)
 
 
 def bytes_needed(rank: LearnerRank) -> int:
@@ -46,20 +46,19 @@ def bytes_needed(rank: LearnerRank) -> int:
     return student + 3 * 4 * rank.optimizer.layout.size
 
 
-def save_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
+def save_rank(rank: LearnerRank, folder: str) -> Written:
     """Write this rank's shard under `folder`, rank 0 also the student (or adapter) in Hugging Face format; all flushed.
 
-    Between updates, or with a batch open, whose gradient is not part of it. Returns steps (taken so far), places
-    ([name, offset] in the flat order), shard_size and files ({path: (bytes, sha256)}).
+    Between updates, or with a batch open, whose gradient is not part of it.
 
     Raises RuntimeError when parameters changed since the last publication, OSError when the disk does not take it.
     """
     root, shard = Path(folder), keep_rank(rank, folder)
-    files = {shard["file"]: seal(root / shard["file"])}
+    files = {shard.file: seal(root / shard.file)}
     if rank.spec.rank == 0:
         rank.save_weights(str(root / STUDENT))
         files |= seal_all(root / STUDENT, root)
-    return {**shard, "files": files}
+    return replace(shard, files=files)
 
 
 def export(rank: LearnerRank, folder: str) -> dict[str, tuple[int, str]]:
@@ -71,10 +70,10 @@ def export(rank: LearnerRank, folder: str) -> dict[str, tuple[int, str]]:
     return files
 
 
-def keep_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
+def keep_rank(rank: LearnerRank, folder: str) -> Written:
     """Write this rank's shard under `folder`, not flushed: it survives the process, not the machine.
 
-    Returns and raises as `save_rank`, with file (its name under `folder`) and bytes in place of files.
+    Raises as `save_rank`.
     """
     rank.require_frozen()
     optimizer = rank.optimizer
@@ -83,15 +82,15 @@ def keep_rank(rank: LearnerRank, folder: str) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(dict(zip(KEYS, optimizer.shard_state(), strict=True)), path)
     places = [[name, offset] for name, _, offset in optimizer.layout.places]
-    layout = {"steps": optimizer.steps, "places": places, "shard_size": optimizer.shard_size}
-    return {**layout, "file": name, "bytes": path.stat().st_size}
+    shards = Shards(optimizer.steps, places, optimizer.shard_size, rank.spec.world_size)
+    return Written(shards, name, path.stat().st_size, {})
 
 
-def load_rank(rank: LearnerRank, folder: str, saved: dict[str, Any]) -> None:
+def load_rank(rank: LearnerRank, folder: str, saved: Shards) -> None:
     """Take parameters, masters, moments and the schedule's position from a checkpoint of any number of ranks.
 
-    `saved`: steps, places, shard_size and ranks, as the checkpoint's manifest holds them. The caller has checked that the
-    checkpoint fits (`describe`) and is whole. The learning rate and its schedule stay this run's own.
+    The caller has checked that the checkpoint fits (`content`) and is whole. The learning rate and its schedule stay this
+    run's own.
     """
     optimizer = rank.optimizer
     with ExitStack() as stack:
@@ -105,16 +104,16 @@ def load_rank(rank: LearnerRank, folder: str, saved: dict[str, Any]) -> None:
                     target[a - lo : b - lo] = shards.read(key, name, a - offset, b - offset)
             with torch.no_grad():
                 p.copy_(shards.read("master", name, 0, p.numel()).view(p.shape))
-        optimizer.load_shard_state(*state, steps=saved["steps"])
+        optimizer.load_shard_state(*state, steps=saved.steps)
     rank.parameters_replaced()
 
 
 class _Shards:
     """Reads ranges of parameters out of the files that hold them."""
 
-    def __init__(self, stack: ExitStack, folder: Path, saved: dict[str, Any]):
-        self._offsets, self._size = dict(saved["places"]), saved["shard_size"]
-        files = [folder / shard_name(rank, saved["ranks"]) for rank in range(saved["ranks"])]
+    def __init__(self, stack: ExitStack, folder: Path, saved: Shards):
+        self._offsets, self._size = dict(saved.places), saved.shard_size
+        files = [folder / shard_name(rank, saved.ranks) for rank in range(saved.ranks)]
         self._files = [stack.enter_context(safe_open(file, "pt")) for file in files]
 
     def read(self, key: str, name: str, start: int, stop: int) -> torch.Tensor:

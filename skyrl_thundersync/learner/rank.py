@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from skyrl_thundersync.learner.accumulate import Accumulator, contiguous_layout, trainable
+from skyrl_thundersync.learner.answers import RankStats, Step
 from skyrl_thundersync.learner.cut_state import layer_kinds
 from skyrl_thundersync.learner.fixed_point import MOST_RANKS
 from skyrl_thundersync.learner.retain import GraphBudget
@@ -166,11 +167,10 @@ class LearnerRank:
                 f"{self._version}; one update takes sources of one version only"
             )
 
-    def finish(self) -> dict:
+    def finish(self) -> Step:
         """Close the batch: reduce over ranks, ÷ N_k, clip, one step. Collective: every rank calls it once a batch.
 
-        Returns n_scored (over all ranks), grad_norm (of the normalised gradient, before clipping), clipped, lr,
-        reduce_seconds, step_seconds, stepped. With no scored token anywhere no step is taken: stepped False, norm 0.
+        With no scored token anywhere no step is taken.
 
         Raises RuntimeError naming open trajectories and groups, or when parameters changed since the last publication.
         """
@@ -185,19 +185,13 @@ class LearnerRank:
         n_scored = torch.tensor(self.n_scored, dtype=torch.int64, device=self.segments.device)
         dist.all_reduce(n_scored)
         n_scored = int(n_scored)
-        result = {
-            "grad_norm": 0.0,
-            "clipped": False,
-            "lr": self.optimizer.lr,
-            "reduce_seconds": 0.0,
-            "step_seconds": 0.0,
-        }
+        step = Step(0.0, False, self.optimizer.lr, 0.0, 0.0, stepped=False)
         if n_scored:
             divisor = n_scored if self.forest.objective.divides_by_tokens else 1
-            result = self.optimizer.step(self.accumulator, divisor)
+            step = replace(self.optimizer.step(self.accumulator, divisor), n_scored=n_scored)
             self._published = checksum(self.model)
         self._begin_batch()
-        return {"n_scored": n_scored, "stepped": n_scored > 0, **result}
+        return step
 
     def abort_batch(self) -> None:
         """Drop everything of the running batch; parameters and optimizer state stay."""
@@ -229,24 +223,18 @@ class LearnerRank:
         """This rank's accumulated, unnormalised gradient by parameter name, as copies on the host."""
         return self.accumulator.gradient()
 
-    def stats(self) -> dict:
-        """busy_seconds (since the start), host_peak_bytes, device_peak_bytes (0 on CPU), cut_gap (learner/student.py),
-        kernel: the attention's, and why it was chosen.
-
-        Also cores (those that the process may use) and threads (torch's), and parameters: the checksum of those that the
-        last step or checkpoint left.
-        """
+    def stats(self) -> RankStats:
         cuda = self.segments.device.type == "cuda"
-        return {
-            "busy_seconds": self.busy_seconds,
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
-            "cut_gap": self.cut_gap,
-            "kernel": f"{self.kernel.name} ({self.kernel.why})",
-            "cores": sorted(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-            "parameters": self._published,
-        }
+        return RankStats(
+            busy_seconds=self.busy_seconds,
+            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+            cut_gap=self.cut_gap,
+            kernel=f"{self.kernel.name} ({self.kernel.why})",
+            cores=sorted(os.sched_getaffinity(0)),
+            threads=torch.get_num_threads(),
+            parameters=self._published,
+        )
 
     def require_frozen(self) -> None:
         """Raises RuntimeError when parameters changed since the last step: they are constant between publications."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import get_scheduler
 
 from skyrl_thundersync.learner.accumulate import Accumulator, Layout
+from skyrl_thundersync.learner.answers import Step
 from skyrl_thundersync.learner.fixed_point import from_fixed, root_of_squares, square_sum
 from skyrl_thundersync.options.schema import OptimizerSettings
 from skyrl_thundersync.process.heartbeat import doing
@@ -151,11 +152,10 @@ class ZeroOptimizer:
         """Learning rate of the next step."""
         return float(self.optimizer.optimizer.param_groups[0]["lr"])
 
-    def step(self, accumulator: Accumulator, divisor: float) -> dict:
+    def step(self, accumulator: Accumulator, divisor: float) -> Step:
         """Reduce over ranks, ÷ divisor, global norm, clip, exactly one AdamW step. Collective.
 
-        Returns grad_norm (of the normalised gradient, before clipping), clipped, lr (of this step), reduce_seconds,
-        step_seconds. Raises FloatingPointError, on all ranks and before anything changes, when the norm is not finite.
+        Raises FloatingPointError, on all ranks and before anything changes, when the norm is not finite.
         """
         start = time.perf_counter()
         shard = self._reduce_scatter(accumulator.flat)
@@ -175,13 +175,7 @@ class ZeroOptimizer:
             self.optimizer.step()
         self.schedule.step()
         done = time.perf_counter()
-        return {
-            "grad_norm": norm,
-            "clipped": scale < 1.0,
-            "lr": lr,
-            "reduce_seconds": reduced - start,
-            "step_seconds": done - reduced,
-        }
+        return Step(norm, scale < 1.0, lr, reduced - start, done - reduced)
 
     @property
     def steps(self) -> int:

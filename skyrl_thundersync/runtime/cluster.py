@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError
 
 from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
+from skyrl_thundersync.learner.answers import Content, Finish, RankStats, Shards, Written
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import longest_sampled
 from skyrl_thundersync.process.check import Check, require
@@ -197,8 +198,8 @@ class Cluster:
         generator = self._cfg.generator
         return generator.max_input_length + generator.sampling_params.max_generate_length
 
-    def finish(self, ledger: Ledger) -> dict:
-        """One step on every rank. Returns what rank 0 reported, and the ranks' peaks (host_peak_bytes, device_peak_bytes).
+    def finish(self, ledger: Ledger) -> Finish:
+        """One step on every rank.
 
         Raises:
             LedgerError: the learners scored another number of tokens than the ledger registered.
@@ -207,14 +208,14 @@ class Cluster:
         actors = self._learners.actors
         calls = [actor.finish.remote() for actor in actors] + [actor.stats.remote() for actor in actors]
         answers = ray.get(calls)  # together: any rank's error is raised at once
-        finish, stats = answers[0], answers[len(actors) :]
-        if finish["n_scored"] != ledger.n_scored:
+        step, stats = answers[0], answers[len(actors) :]
+        if step.n_scored != ledger.n_scored:
             raise LedgerError(
-                f"the learners counted N_k = {finish['n_scored']} scored tokens, the ledger {ledger.n_scored}: a source was "
+                f"the learners counted N_k = {step.n_scored} scored tokens, the ledger {ledger.n_scored}: a source was "
                 "lost or learned twice"
             )
-        self.version += finish["stepped"]
-        return finish | {name: max(s[name] for s in stats) for name in ("host_peak_bytes", "device_peak_bytes")}
+        self.version += step.stepped
+        return Finish(step, max(s.host_peak_bytes for s in stats), max(s.device_peak_bytes for s in stats))
 
     def require_room(self) -> None:
         """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""
@@ -263,22 +264,22 @@ class Cluster:
         """What a checkpoint of the learners takes on disk, about."""
         return ray.get(self._learners.actors[0].checkpoint_bytes.remote())
 
-    def describe_learners(self) -> dict:
-        """What a checkpoint must fit: parameter names and shapes, and a digest of what is frozen."""
-        return ray.get(self._learners.actors[0].describe.remote())
+    def learner_content(self) -> Content:
+        """What a checkpoint must fit."""
+        return ray.get(self._learners.actors[0].content.remote())
 
-    def save_learners(self, folder: Path) -> list[dict]:
-        """Every rank writes its part of a checkpoint; what each says of it (learner/checkpoint.py), in rank order."""
+    def save_learners(self, folder: Path) -> list[Written]:
+        """Every rank writes its part of a checkpoint; what each says of it, in rank order."""
         return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners.actors])
 
-    def keep_learners(self, folder: Path) -> dict:
+    def keep_learners(self, folder: Path) -> Shards:
         """As `save_learners`, for this process's own use: not flushed. Returns what `load_learners` takes as `saved`."""
         parts = ray.get([actor.keep.remote(str(folder)) for actor in self._learners.actors])
         require_kept(folder, parts)
-        return {**parts[0], "ranks": len(parts)}
+        return parts[0].shards
 
-    def learner_stats(self) -> list[dict]:
-        """What every rank says of itself (`LearnerRank.stats`), in rank order."""
+    def learner_stats(self) -> list[RankStats]:
+        """What every rank says of itself, in rank order."""
         return ray.get([actor.stats.remote() for actor in self._learners.actors])
 
     def use_schedule(self, schedule: str) -> None:
@@ -286,7 +287,7 @@ class Cluster:
         self._cfg.thundersync.schedule = schedule
         self._learners.follow_schedule()
 
-    def load_learners(self, folder: Path, saved: dict, version: int) -> None:
+    def load_learners(self, folder: Path, saved: Shards, version: int) -> None:
         """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
         ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners.actors])
         self.version, self._served = version, None

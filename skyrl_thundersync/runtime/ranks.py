@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from skyrl_thundersync.learner.actor import LearnerActor
+from skyrl_thundersync.learner.answers import Written
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, RankSpec
 from skyrl_thundersync.learner.zero import free_port
 from skyrl_thundersync.options.schema import learner_ranks, lora_settings, optimizer_settings
@@ -164,8 +165,7 @@ class Learners:
             for actor in self.actors:
                 ray.kill(actor)
             self.actors = self._start()
-            places = {**saved[0], "ranks": self._world}
-            await asyncio.gather(*(actor.load_checkpoint.remote(str(folder), places) for actor in self.actors))
+            await asyncio.gather(*(actor.load_checkpoint.remote(str(folder), saved[0].shards) for actor in self.actors))
             items = await asyncio.gather(*(self._again(rank) for rank in range(self._world)))
             self._copies = folder, [ray.put(answer) for answer in saved]
             self._say(f"{sum(items)} work items done again; {time.perf_counter() - begin:.0f} s")
@@ -209,13 +209,13 @@ class Learners:
         ]
 
 
-def require_kept(folder: Path, saved: list[dict[str, Any]]) -> None:
+def require_kept(folder: Path, saved: list[Written]) -> None:
     """Every rank's copy is in `folder`, as long as the rank (`keep_rank`) says. Raises NotWrittenError."""
     for shard in saved:
-        path = folder / shard["file"]
+        path = folder / shard.file
         size = path.stat().st_size if path.is_file() else None
-        if size != shard["bytes"]:
-            there = "is not there" if size is None else f"has {size} bytes, {shard['bytes']} were written"
+        if size != shard.bytes:
+            there = "is not there" if size is None else f"has {size} bytes, {shard.bytes} were written"
             raise NotWrittenError(f"the copy that a restart needs is not whole: {path} {there}")
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from skyrl_thundersync.learner.answers import Shards, Written
 from skyrl_thundersync.learner.checkpoint import shard_name
 from skyrl_thundersync.runtime.checkpoint import (
     MARGIN,
@@ -77,7 +79,7 @@ class Checkpoints:
         from skyrl_thundersync.options.schema import as_yaml
 
         ranks = self._cluster.save_learners(folder)
-        steps = [rank["steps"] for rank in ranks]
+        steps = [rank.shards.steps for rank in ranks]
         if steps != [self._cluster.version] * len(ranks):
             raise CheckpointError(
                 f"the ranks took {steps} steps, {self._cluster.version} were acknowledged: nothing saved"
@@ -87,7 +89,7 @@ class Checkpoints:
         facts = {
             "policy_version": self._cluster.version,
             "run": self._run_facts(),
-            "optimizer": {"ranks": len(ranks), **{key: ranks[0][key] for key in ("steps", "shard_size", "places")}},
+            "optimizer": asdict(ranks[0].shards),
         }
         return facts, files_of(ranks)
 
@@ -108,7 +110,7 @@ class Checkpoints:
         step = manifest["global_step"]
         if step >= total_steps:
             raise NothingLeftError(f"{path} is of update {step}, and the run ends with update {total_steps}")
-        self._cluster.load_learners(path, manifest["optimizer"], manifest["policy_version"])
+        self._cluster.load_learners(path, Shards(**manifest["optimizer"]), manifest["policy_version"])
         loader = Continued(loader, step)
         restore_driver_random_state(json.loads((path / "random.json").read_text(encoding="utf-8")))
         self.finished(step)
@@ -120,16 +122,16 @@ class Checkpoints:
 
     def _run_facts(self) -> dict[str, Any]:
         if self._facts is None:
-            self._facts = {**run_facts(self._cfg), **self._cluster.describe_learners()}
+            self._facts = {**run_facts(self._cfg), **asdict(self._cluster.learner_content())}
         return self._facts
 
 
-def files_of(ranks: list[dict[str, Any]]) -> dict[str, tuple[int, str]]:
+def files_of(ranks: list[Written]) -> dict[str, tuple[int, str]]:
     """{file: (bytes, sha256)} of what the ranks say to have written (`save_rank`), in rank order.
 
     Raises CheckpointError when a part that a resume needs is in nobody's list.
     """
-    files = {name: sealed for rank in ranks for name, sealed in rank["files"].items()}
+    files = {name: sealed for rank in ranks for name, sealed in rank.files.items()}
     needed = [shard_name(rank, len(ranks)) for rank in range(len(ranks))]
     if missing := [name for name in needed if name not in files]:
         raise CheckpointError(f"no rank wrote {', '.join(missing)}: nothing saved")

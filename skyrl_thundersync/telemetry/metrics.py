@@ -14,6 +14,7 @@ from skyrl_thundersync.telemetry.flops import Cost, active_mfu
 from skyrl_thundersync.theory import lag, measured_release
 
 if TYPE_CHECKING:
+    from skyrl_thundersync.learner.answers import Finish
     from skyrl_thundersync.teacher.client import TeacherCounts
     from skyrl_thundersync.trainer import Update
 
@@ -21,39 +22,39 @@ GIB = 2**30
 
 
 def update_metrics(
-    update: Update, finish: dict, finish_s: float, teacher: TeacherCounts | None, cost: Cost | None = None
+    update: Update, finish: Finish, finish_s: float, teacher: TeacherCounts | None, cost: Cost | None = None
 ) -> dict[str, float]:
     """Metrics of a finished update; seconds unless the name says otherwise.
 
     Args:
         update: after `Update.run`.
-        finish: what the cluster's finish reported (n_scored, grad_norm, clipped, lr, stepped, peaks in bytes).
+        finish: the step that it took.
         finish_s: wall time of the finish: reduction, clip, step and all-gather.
         teacher: what the teacher did for this update; None without one.
         cost: FLOPs of the student; None where no formula is known.
     """
-    done = update.acknowledged
-    n = max(1, finish["n_scored"])
+    done, step = update.acknowledged, finish.step
+    n = max(1, step.n_scored)
     metrics = {
         "thundersync/policy_version": update.ledger.version,
-        "thundersync/n_scored": finish["n_scored"],
+        "thundersync/n_scored": step.n_scored,
         "thundersync/n_tokens": update.ledger.n_tokens,
         "thundersync/n_sources": update.ledger.n_sources,
         "thundersync/work_items": len(done),
         "thundersync/work_before_rollouts_ended": update.done_before_rollouts_ended,
-        "thundersync/stepped": float(finish["stepped"]),
+        "thundersync/stepped": float(step.stepped),
         "policy/entropy": update.ledger.entropy,
-        "policy/grad_norm": finish["grad_norm"],
-        "policy/clipped": float(finish["clipped"]),
-        "policy/lr": finish["lr"],
+        "policy/grad_norm": step.grad_norm,
+        "policy/clipped": float(step.clipped),
+        "policy/lr": step.lr,
         "logprob_gap/mean": sum(d.sum_logp_gap for d in done) / n,
         "logprob_gap/max": max((d.max_logp_gap for d in done), default=0.0),
         "timing/rollout": update.clock.rollout_s,
         "timing/tail": update.clock.tail_s,
         "timing/finish": finish_s,
         "timing/learner_busy": sum(update.busy_s),
-        "memory/learner_host_peak_gib": finish["host_peak_bytes"] / GIB,
-        "memory/learner_device_peak_gib": finish["device_peak_bytes"] / GIB,
+        "memory/learner_host_peak_gib": finish.host_peak_bytes / GIB,
+        "memory/learner_device_peak_gib": finish.device_peak_bytes / GIB,
         "memory/driver_host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "memory/learner_state_peak_gib": max((d.held_bytes for d in done), default=0) / GIB,
         "thundersync/state_moved_gib": sum(d.moved_bytes for d in done) / GIB,
@@ -67,7 +68,7 @@ def update_metrics(
     if counts:
         metrics["logprob_gap/p99"] = gap_percentile(counts, 0.99)
     if cost is not None:
-        metrics["thundersync/train_flops"] = cost.train_flops(update.ledger.shapes, finish["n_scored"])
+        metrics["thundersync/train_flops"] = cost.train_flops(update.ledger.shapes, step.n_scored)
     if teacher is not None:
         metrics["opd/reverse_kl"] = sum(d.sum_kl for d in done) / n
         metrics["opd/teacher_wait"] = teacher.wait_s

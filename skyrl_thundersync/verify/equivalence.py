@@ -227,7 +227,7 @@ def _updates(run: RecordedRun, batches: list[Batch], result: dict) -> list[Findi
         for batch, row in zip(batches, result["batches"], strict=True):
             streamed = updaters.update(STREAMED, batch)
             sync = updaters.update(SYNC, synchronous(batch))
-            lr, rounded = streamed.finish["lr"], _normalised(book, batch, run.objective)
+            lr, rounded = streamed.finish.lr, _normalised(book, batch, run.objective)
             with all_double():
                 true = _normalised(exact, batch, run.objective)
             pushed.step(_pushed(true, rounded), lr)
@@ -237,7 +237,7 @@ def _updates(run: RecordedRun, batches: list[Batch], result: dict) -> list[Findi
             to_sync = _ratio(streamed.parameters - sync.parameters, sync.parameters - start)
             to_book = _ratio(streamed.parameters - double.flat(), moved)
             result["delta"].append((to_sync, to_book))
-            row["replayed_norm"] = streamed.finish["grad_norm"]
+            row["replayed_norm"] = streamed.finish.grad_norm
             row["delta_single"] = _ratio(single.flat() - double.flat(), moved)
             row["delta_limit"] = max(DELTA_TOLERANCE, _ratio(pushed.flat() - double.flat(), moved))
             if max(to_sync, to_book) > row["delta_limit"]:

@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
+from skyrl_thundersync.learner.answers import Step
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import free_port
 from skyrl_thundersync.options.schema import (
@@ -128,7 +129,7 @@ class Updated:
     """After one replayed update: rank 0's trained parameters (flat, FP64), its `finish`, and log-prob gaps (nats)."""
 
     parameters: torch.Tensor
-    finish: dict
+    finish: Step
     gaps: dict[TrajectoryId, float]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from skyrl_thundersync.learner.answers import Shards, Written
 from skyrl_thundersync.process.durable import NotWrittenError, seal
 from skyrl_thundersync.runtime.checkpoint import (
     MANIFEST,
@@ -226,16 +227,20 @@ def test_what_a_rank_says_to_have_written_must_be_there_before_anything_older_go
 
 
 def test_a_shard_that_no_rank_lists_is_missed():
-    ranks = [{"files": {"optimizer/rank-0-of-2.safetensors": (1, "x"), "student/config.json": (1, "y")}}, {"files": {}}]
+    shards = Shards(0, [], 1, 2)
+    ranks = [
+        Written(shards, "", 1, {"optimizer/rank-0-of-2.safetensors": (1, "x"), "student/config.json": (1, "y")}),
+        Written(shards, "", 1, {}),
+    ]
     with pytest.raises(CheckpointError, match="no rank wrote optimizer/rank-1-of-2.safetensors"):
         files_of(ranks)
-    ranks[1]["files"] = {"optimizer/rank-1-of-2.safetensors": (2, "z")}
+    ranks[1].files["optimizer/rank-1-of-2.safetensors"] = (2, "z")
     assert len(files_of(ranks)) == 3
 
 
 def test_a_copy_for_a_restart_that_is_not_there_is_not_relied_on(tmp_path):
     (tmp_path / "optimizer").mkdir()
-    shards = [{"file": f"optimizer/{rank}", "bytes": 3} for rank in range(2)]
+    shards = [Written(Shards(0, [], 1, 2), f"optimizer/{rank}", 3, {}) for rank in range(2)]
     (tmp_path / "optimizer" / "0").write_bytes(b"abc")
     with pytest.raises(NotWrittenError, match="optimizer/1 is not there"):
         require_kept(tmp_path, shards)

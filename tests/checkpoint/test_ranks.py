@@ -3,13 +3,15 @@
 import json
 import os
 import signal
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import OPTIMIZER, in_processes, parameters, spec, works_of
 
-from skyrl_thundersync.learner.checkpoint import bytes_needed, describe, load_rank, save_rank
+from skyrl_thundersync.learner.answers import Shards
+from skyrl_thundersync.learner.checkpoint import bytes_needed, content, load_rank, save_rank
 from skyrl_thundersync.learner.rank import LearnerRank
 from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.stream.sources import group_of
@@ -59,24 +61,20 @@ def state(learner):
     }
 
 
-def saved_of(parts):
-    return {"ranks": len(parts), **{key: parts[0][key] for key in ("steps", "shard_size", "places")}}
-
-
 def save_all(learner, folder, rank, world):
     part = save_rank(learner, folder)
     parts = [None] * world
     dist.all_gather_object(parts, part)
     if rank == 0:
         with open(f"{folder}/saved.json", "w") as file:
-            json.dump(saved_of(parts), file)
+            json.dump(asdict(part.shards), file)
     dist.barrier()
     return parts
 
 
 def saved_in(folder):
     with open(f"{folder}/saved.json") as file:
-        return json.load(file)
+        return Shards(**json.load(file))
 
 
 def straight_and_resumed(student, out, rank, world, port):
@@ -97,7 +95,7 @@ def straight_and_resumed(student, out, rank, world, port):
         load_rank(learner, folder, saved_in(folder))
         at_load = state(learner)
         train(learner, rank, world, (2, 3))
-        written = sum(size for part in parts for size, _ in part["files"].values())
+        written = sum(size for part in parts for size, _ in part.files.values())
         found[case] = (at_save, at_load), (straight, state(learner)), (bytes_needed(learner), written)
     return found
 
@@ -150,8 +148,8 @@ def test_a_checkpoint_of_some_ranks_resumes_on_others_to_the_bit(student, tmp_pa
 
 
 def descriptions(student, wider, rank, world, port):
-    found = [describe(learner_of(folder, rank, world, port, CASES[0])) for folder in (student, wider)]
-    lora = [describe(learner_of(folder, rank, world, port, CASES[-2])) for folder in (student, student, wider)]
+    found = [content(learner_of(folder, rank, world, port, CASES[0])) for folder in (student, wider)]
+    lora = [content(learner_of(folder, rank, world, port, CASES[-2])) for folder in (student, student, wider)]
     changed = learner_of(student, rank, world, port, CASES[0])
     with torch.no_grad():
         next(changed.model.parameters()).view(-1)[3] += 1e-3
@@ -164,8 +162,8 @@ def descriptions(student, wider, rank, world, port):
 
 def test_a_description_tells_models_apart_and_changed_parameters_are_not_saved(student, wider):
     ((full, other), (lora, same, base), error), *_ = in_processes(descriptions, student, wider, world=1)
-    assert full["frozen"] is None and full["parameters"] != other["parameters"]
-    assert lora == same and lora["frozen"] != base["frozen"]
+    assert full.frozen is None and full.parameters != other.parameters
+    assert lora == same and lora.frozen != base.frozen
     assert "parameters changed" in error
 
 

@@ -130,7 +130,7 @@ def undisturbed(run_dir, rank, world, port):
     )
     for batch in load_batches(Path(run_dir) / "record"):
         learner.run_many(list(batch.work))
-        assert learner.finish()["n_scored"] == batch.n_scored
+        assert learner.finish().n_scored == batch.n_scored
     return {name: p.detach().clone() for name, p in learner.model.named_parameters()}
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.hosts.skyrl.compose import build_config
-from skyrl_thundersync.hosts.skyrl.door import to_dotlist
 from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults
+from skyrl_thundersync.hosts.skyrl.door import to_dotlist
 from skyrl_thundersync.hosts.skyrl.validate import option_problems
 from skyrl_thundersync.options.choices import CHOICES
 from skyrl_thundersync.options.presets import leaf_keys, own_presets, preset_names, resolve

@@ -45,7 +45,7 @@ def hashes(folder: str, objective: str, orders: int, rank: int, world: int, port
             for work in interleave(works_of(step), f"{seed}/{step}"):
                 if rank_of[group_of(work)] == rank:
                     learner.run(work)
-            assert learner.finish()["clipped"]
+            assert learner.finish().clipped
         digest = hashlib.sha256()
         for p in learner.model.parameters():
             digest.update(p.detach().numpy().tobytes())
@@ -77,7 +77,7 @@ def long_runs(updates: int, rank: int, world: int, port: int) -> list[torch.Tens
                 gradients = [torch.randn(n, generator=rng) for n in SIZES]
                 if part % world == rank:
                     sum((p * g).sum() for (_, p), g in zip(named, gradients, strict=True)).backward()
-            assert optimizer.step(accumulator, 3.0)["clipped"]
+            assert optimizer.step(accumulator, 3.0).clipped
             accumulator.clear()
         found.append(torch.cat([p.detach().clone().flatten() for _, p in named]))
     return found
@@ -212,9 +212,7 @@ def still(folder: str, rank: int, world: int, port: int) -> list:
     )
     for _ in range(5):
         done = [learner.run(work) for work in works_of(0)]
-        found.append(
-            (sum(d.sum_logp_gap for d in done), max(d.max_logp_gap for d in done), learner.finish()["grad_norm"])
-        )
+        found.append((sum(d.sum_logp_gap for d in done), max(d.max_logp_gap for d in done), learner.finish().grad_norm))
     return found
 
 

@@ -130,4 +130,4 @@ def test_values_narrower_than_keys_are_handled_exactly(folder_of):
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.25)])
 def test_log_probs_through_cut_states_are_the_models_own(folder_of, family, dtype, bound):
     """Largest gap between the cut and the uncut forward on a sharp model; every rank measures it when it starts."""
-    assert make_rank(folder_of(family), dtype=dtype).stats()["cut_gap"] <= bound
+    assert make_rank(folder_of(family), dtype=dtype).stats().cut_gap <= bound

@@ -73,7 +73,7 @@ def test_an_adapter_is_saved_with_the_tokenizer_and_is_no_model(folder_of, tmp_p
 def test_saved_weights_are_those_stepped_and_finish_refuses_what_is_wrong(folder_of, tmp_path):
     folder, out = folder_of("qwen3"), tmp_path / "weights"
     (found,) = in_processes(full, folder, str(out), world=1)
-    assert not found["aborted_moved"] and found["last"]["stepped"]
+    assert not found["aborted_moved"] and found["last"].stepped
     open_batch, changed = found["errors"]
     assert "trajectory g0_0" in open_batch and "group g0" in open_batch
     assert "parameters changed" in changed

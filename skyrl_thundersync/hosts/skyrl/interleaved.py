@@ -126,8 +126,8 @@ class InterleavedTrainer(ThunderSyncTrainer):
             {
                 "round": round_index,
                 "schedule": schedule,
-                "parameters": [rank["parameters"] for rank in stats],
-                "ranks": [{key: rank[key] for key in ("cores", "threads")} for rank in stats],
+                "parameters": [rank.parameters for rank in stats],
+                "ranks": [{"cores": rank.cores, "threads": rank.threads} for rank in stats],
             }
         )
         self._display.say(f"[dim]{f'round {round_index}' if round_index else 'warm-up round'}: {schedule}[/dim]")
@@ -142,7 +142,7 @@ class InterleavedTrainer(ThunderSyncTrainer):
     def write_row(self, metrics: dict[str, float]) -> None:
         """The update that just ended, with its metrics, into the file. Raises DifferentWorkError."""
         stats = self._cluster.learner_stats()
-        self._rows[-1] |= {"metrics": dict(metrics), "result": [rank["parameters"] for rank in stats]}
+        self._rows[-1] |= {"metrics": dict(metrics), "result": [rank.parameters for rank in stats]}
         require_same_work(self._rows, NORM_TOLERANCE[self.cfg.thundersync.learner.dtype])
         with self._rows_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._rows[-1], default=float) + "\n")
