@@ -29,7 +29,7 @@ from benchmarks.fault_events import (
     shut_connections,
     small_filesystem,
 )
-from benchmarks.fault_phases import DRIVER, START_S, at, go_on, stopped_in
+from benchmarks.fault_phases import DRIVER, START_S, go_on, stopped_in
 from benchmarks.undisturbed import Undisturbed
 from tests import job
 
@@ -237,7 +237,7 @@ class Chain:
         elif cell.victim == DRIVER:
             os.kill(run.process.pid, cell.event)
         else:
-            os.kill(at(logs / f"{cell.victim}.alive")[0], cell.event)
+            os.kill(status(logs / f"{cell.victim}.alive").pid, cell.event)
         if cell.event != signal.SIGSTOP:
             go_on(pid)
         return began

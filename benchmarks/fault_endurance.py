@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.fault_chain import LEFT_S, UPDATE_S, Chain
 from benchmarks.fault_phases import START_S, at
+from skyrl_thundersync.process.heartbeat import status
 from tests import job
 
 SMALL = (
@@ -49,11 +50,11 @@ def kills(chain: Chain, count: int, seed: int) -> list[Kill]:
             if draw.random() < 0.25:
                 time.sleep(draw.uniform(1, 30))
             else:
-                while "rollouts" not in at(driver)[1]:
+                while not ((its := at(driver)) and its.doing.phase == "rollouts"):
                     assert run.process.poll() is None and time.monotonic() < began + START_S, run.output()
                     time.sleep(0.05)
                 time.sleep(draw.uniform(0, MOMENT_S))
-            what = at(driver)[1]
+            what = str(status(driver).doing)
             os.kill(run.process.pid, signal.SIGKILL)
             seconds = time.monotonic() - began
             run.wait(10)
@@ -93,9 +94,9 @@ def soak(chain: Chain, updates: int) -> list[Use]:
     with chain.running("soak", first + updates, *SMALL) as run:
         while run.process.poll() is None:
             assert time.monotonic() < end, f"not done after {START_S + updates * UPDATE_S:.0f} s"
-            number = re.match(r"update (\d+)", at(driver)[1])
-            if number and int(number[1]) > seen:
-                seen = int(number[1])
+            its = at(driver)
+            if its and (its.doing.update or 0) > seen and its.doing.phase == "rollouts":
+                seen = its.doing.update
                 for name, value in _held(run).items():
                     uses.setdefault(name, Use(name, [])).values.append(value)
             time.sleep(0.05)
@@ -127,6 +128,6 @@ def _name(run: job.Job, pid: int, command: str) -> str | None:
     if pid == run.process.pid:
         return "driver"
     for file in (run.run_dir / "logs").glob("*.alive"):
-        if at(file)[0] == pid:
+        if status(file).pid == pid:
             return file.stem
     return next((known for known in ("raylet", "gcs_server") if f"/{known} " in f"{command} "), None)

@@ -6,13 +6,13 @@ A phase can be some milliseconds long: the process is stopped with SIGSTOP when 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from skyrl_thundersync.process.heartbeat import process_state, status
+from skyrl_thundersync.process.heartbeat import Doing, Status, process_state, status
 from tests import job
 
 DRIVER, ROLLOUT, TEACHER = "driver", "rollout-0", "teacher-0"
@@ -20,18 +20,18 @@ START_S = 900.0
 """Until the first update, at most."""
 
 PHASES = {
-    "start-up": "^starting",
-    "rollout": "^sampling",
-    "teacher": "^scoring",
-    "forward": "^forward",
-    "sweep": "^sweep",
-    "finish": "^finish",
-    "step": "^optimizer step",
-    "publish": "^(writing weights|loading version)",
-    "checkpoint": "^writing a checkpoint",
-    "evaluation": "^sampling",
+    "start-up": ("starting",),
+    "rollout": ("sampling",),
+    "teacher": ("scoring",),
+    "forward": ("forward",),
+    "sweep": ("sweep",),
+    "finish": ("finish",),
+    "step": ("optimizer step",),
+    "publish": ("writing weights", "loading"),
+    "checkpoint": ("writing a checkpoint",),
+    "evaluation": ("sampling",),
 }
-"""What the process that the phase is named after says that it is at."""
+"""What the process that the phase is named after is at (`Doing.phase`)."""
 
 AT_WORK = {
     "rollout": ROLLOUT,
@@ -58,11 +58,11 @@ def stopped_in(run: job.Job, phase: str, watch: str, update: int) -> int:
     while True:
         assert run.process.poll() is None, f"the run ended before the phase came:\n{run.output()[-2000:]}"
         assert time.monotonic() < end, f"the phase did not come within {START_S:.0f} s"
-        driver = at(logs / f"{DRIVER}.status")[1]
-        if _due(phase, driver, update) and (pid := caught(logs / f"{watch}.alive", PHASES[phase])):
+        driver = at(logs / f"{DRIVER}.status")
+        if driver and _due(phase, driver.doing, update) and (pid := caught(logs / f"{watch}.alive", PHASES[phase])):
             return pid
-        if ": finish" not in driver:  # where a phase may be over before a sleep is
-            time.sleep(0.0005 if driver.partition(" ")[0] in ("update", "checkpoint", "publishing") else 0.05)
+        if not driver or driver.doing.phase != "finish":  # where a phase may be over before a sleep is
+            time.sleep(0.0005 if driver and driver.doing.update is not None else 0.05)
 
 
 def go_on(pid: int) -> None:
@@ -71,38 +71,34 @@ def go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def at(file: Path) -> tuple[int, str]:
-    """Process id and what it is at; (0, "") before it started."""
+def at(file: Path) -> Status | None:
+    """What a process is at; None before it started."""
     try:
-        pid, _, what = status(file)
-    except (FileNotFoundError, ValueError):  # not there yet, or just made
-        return 0, ""
-    return pid, what
+        return status(file)
+    except FileNotFoundError:
+        return None
 
 
-def caught(file: Path, pattern: str) -> int:
-    """Process id of the one that is at `pattern` now, stopped there; 0 when it is at something else."""
-    pid, what = at(file)
-    if not pid or not re.search(pattern, what):
+def caught(file: Path, phases: Collection[str]) -> int:
+    """Process id of the one that is at one of `phases` now, stopped there; 0 when it is at something else."""
+    its = at(file)
+    if its is None or its.doing.phase not in phases:
         return 0
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        while process_state(pid) not in ("T", "t", "Z", None):
+        os.kill(its.pid, signal.SIGSTOP)
+        while process_state(its.pid) not in ("T", "t", "Z", None):
             time.sleep(0.0005)
-        if re.search(pattern, at(file)[1]):
-            return pid
-        os.kill(pid, signal.SIGCONT)
+        if status(file).doing.phase in phases:
+            return its.pid
+        os.kill(its.pid, signal.SIGCONT)
     return 0
 
 
-def _due(phase: str, driver: str, update: int) -> bool:
+def _due(phase: str, driver: Doing, update: int) -> bool:
     """Whether the driver is where the phase may be struck: in update `update` or later."""
     if phase == "start-up":
-        return driver.startswith("starting")
+        return driver.phase == "starting"
     if phase == "evaluation":
-        return driver.startswith("evaluation")
-    number = re.search(r"(?:update|version) (\d+)", driver)
-    if number is None or int(number[1]) < update:
-        return False
-    wanted = {"publish": "publishing", "checkpoint": "checkpoint", "finish": ": finish", "step": ": finish"}
-    return wanted.get(phase, ": rollouts") in driver
+        return driver.phase == "evaluation"
+    wanted = {"publish": "publishing", "checkpoint": "checkpoint", "finish": "finish", "step": "finish"}
+    return driver.update is not None and driver.update >= update and driver.phase == wanted.get(phase, "rollouts")

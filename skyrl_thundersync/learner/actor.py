@@ -33,7 +33,7 @@ class LearnerActor(LearnerRank):
         at("waiting for work")
 
     def _run(self, work: Work, *how) -> WorkDone:
-        with doing(f"{'forward' if isinstance(work, Append) else 'sweep'} of {work_name(work)}"):
+        with doing("forward" if isinstance(work, Append) else "sweep", f"of {work_name(work)}"):
             return super()._run(work, *how)
 
     def finish(self) -> Step:

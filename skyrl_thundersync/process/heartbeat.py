@@ -11,6 +11,7 @@ The file also says what its process is at (`doing`), and keeps saying it when th
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 INTERVAL_S = 1.0
@@ -25,42 +27,68 @@ STACKS = signal.SIGUSR1
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for the disk or a device"}
 
 
-STATUS_BYTES = 256
+STATUS_BYTES = 512
+LONGEST_OF = 120
 FOLLOWS_S = 60.0
 """An error so soon after a hang was ended follows from it."""
 
-_status: int | None = None  # descriptor of this process's file
-_at: list[list[str]] = [["starting"]]  # what this process is at, innermost last; lists, to be told apart
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process is at. phase: one of a few words of its own. of: what with. update: of a run, where that is known."""
+
+    phase: str
+    of: str = ""
+    update: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.phase} {self.of}".rstrip()
+        return text if self.update is None else f"update {self.update}: {text}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """A process as its file says it. actor: Ray's id of it in hex; None for one that is no actor."""
+
+    pid: int
+    host: str
+    actor: str | None
+    doing: Doing
+
+
+_file: int | None = None  # descriptor of this process's file
+_actor: str | None = None
+_at: list[list[Doing]] = [[Doing("starting")]]  # what this process is at, innermost last; lists, to be told apart
 
 
 class HungActorError(RuntimeError):
     """A process of the run gave no sign of life."""
 
 
-def announce(path: Path) -> None:
+def announce(path: Path, actor: str | None = None) -> None:
     """From now on `path` says what this process is at (`doing`)."""
-    global _status
+    global _file, _actor
     part = path.with_name(f".{path.name}")
-    _status = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    _file, _actor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), actor
     _write()
     part.replace(path)  # nobody reads a file that says nothing yet
 
 
-def at(what: str) -> None:
-    """This process is at `what` whenever it is within no `doing`. Takes some microseconds; announced nowhere, nothing."""
-    _at[0] = [what]
+def at(phase: str) -> None:
+    """This process is at `phase` whenever it is within no `doing`. Takes some microseconds; announced nowhere, nothing."""
+    _at[0] = [Doing(phase)]
     _write()
 
 
-def now_at() -> str:
+def now_at() -> Doing:
     """What this process is at."""
     return _at[-1][0]
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """This process is at `what` within, or at what was entered later, also by tasks that run beside it."""
-    entry = [what]
+def doing(phase: str, of: str = "", update: int | None = None) -> Iterator[None]:
+    """This process is at that within, or at what was entered later, also by tasks that run beside it."""
+    entry = [Doing(phase, of[:LONGEST_OF], update)]
     _at.append(entry)
     _write()
     try:
@@ -71,39 +99,39 @@ def doing(what: str) -> Iterator[None]:
 
 
 def _write() -> None:
-    if _status is not None:
-        text = f"{os.getpid()} {socket.gethostname()}\n{_at[-1][0]}".encode()[: STATUS_BYTES - 1]
-        os.pwrite(_status, text.ljust(STATUS_BYTES - 1) + b"\n", 0)
+    if _file is not None:
+        text = json.dumps(asdict(Status(os.getpid(), socket.gethostname(), _actor, now_at()))).encode()
+        os.pwrite(_file, text.ljust(STATUS_BYTES - 1) + b"\n", 0)
 
 
-def status(path: Path) -> tuple[int, str, str]:
-    """Process id, host and what it is (or was last) at, from a file that `announce` keeps."""
-    process, what = path.read_text(encoding="utf-8").split("\n")[:2]
-    pid, host = process.split()
-    return int(pid), host, what.strip()
+def status(path: Path) -> Status:
+    """What a file says that `announce` keeps: also of a process that is gone, what it was last at."""
+    said = json.loads(path.read_text(encoding="utf-8"))
+    return Status(**said | {"doing": Doing(**said["doing"])})
 
 
 def gone(folder: Path) -> list[str]:
     """The processes of this machine that announced themselves in `folder` and are no more, each with where its log is."""
     dead = []
     for path in sorted(folder.glob("*.alive")):
-        pid, host, what = status(path)
-        if host == socket.gethostname() and process_state(pid) in (None, "Z"):
-            dead.append(f"{path.stem} (process {pid}) died, at: {what}. Its log: {path.with_suffix('.log')}")
+        its = status(path)
+        if its.host == socket.gethostname() and process_state(its.pid) in (None, "Z"):
+            dead.append(f"{path.stem} (process {its.pid}) died, at: {its.doing}. Its log: {path.with_suffix('.log')}")
     return dead
 
 
-def named(folder: Path, pid: int) -> str | None:
+def named(folder: Path, *, pid: int | None = None, actor: str | None = None) -> str | None:
     """The process of this id that announced itself in `folder`, with where its log is; None where there is none."""
     for path in folder.glob("*.alive"):
-        if status(path)[0] == pid:
-            return f"{path.stem} (process {pid}), its log: {path.with_suffix('.log')}"
+        its = status(path)
+        if its.pid == pid or (actor is not None and its.actor == actor):
+            return f"{path.stem} (process {its.pid}), its log: {path.with_suffix('.log')}"
     return None
 
 
-def beat(path: Path) -> None:
+def beat(path: Path, actor: str | None = None) -> None:
     """From now on touch `path` once a second, and write all threads' stacks to stderr on SIGUSR1. Returns at once."""
-    announce(path)
+    announce(path, actor)
     faulthandler.register(STACKS, file=2, all_threads=True)
 
     def run() -> None:
@@ -170,16 +198,16 @@ class Watch:
 
     def _end(self, path: Path) -> None:
         """End a hang. A process that is gone is none: whoever waits for it is told so."""
-        pid, host, what = status(path)
-        log = path.with_suffix(".log")
-        state = process_state(pid) if host == socket.gethostname() else None
+        its, log = status(path), path.with_suffix(".log")
+        pid = its.pid
+        state = process_state(pid) if its.host == socket.gethostname() else None
         if state in (None, "Z"):
             path.unlink()
             return
         how = STATES.get(state, "there, but its Python threads do not get on")
         self.error = HungActorError(
             f"{path.stem} (process {pid}) gave no sign of life for {self._deadline_s:g} s (thundersync.hang_timeout_s): it "
-            f"is {how}, at: {what}. Its log, with the stacks of its threads where it could still write them: {log}"
+            f"is {how}, at: {its.doing}. Its log, with the stacks of its threads where it could still write them: {log}"
         )
         with suppress(ProcessLookupError):  # it may end by itself meanwhile
             os.kill(pid, STACKS)

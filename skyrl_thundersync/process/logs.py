@@ -22,6 +22,12 @@ def redirect(path: str | Path, heartbeat: bool = True) -> None:
     os.dup2(target, 2)
     os.close(target)
     if heartbeat:
-        beat(path.with_suffix(".alive"))
+        beat(path.with_suffix(".alive"), _actor())
     else:
         announce(path.with_suffix(".status"))
+
+
+def _actor() -> str | None:
+    """Ray's id of this process, where it is an actor's."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().get_actor_id() if ray is not None and ray.is_initialized() else None

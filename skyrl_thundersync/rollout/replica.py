@@ -109,7 +109,7 @@ class Replica:
         version = self._version
         self._running += 1
         try:
-            with doing(f"sampling for {request}"):
+            with doing("sampling", f"for {request}"):
                 output = await self._thread.submit(prompt, params, self._lora)
         finally:
             self._running -= 1
@@ -142,7 +142,7 @@ class Replica:
         check_folder(path, adapter=bool(self._spec.lora_rank))
         self._check_prompt("probe", probe_ids)
         self._publishing = version
-        with doing(f"loading version {version}"):
+        with doing("loading", f"version {version}"):
             return await self._publish(path, version, probe_ids)
 
     async def _publish(self, path: str, version: int, probe_ids: list[int]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -113,10 +112,9 @@ class Cluster:
         if dead:
             raise DeadActorError("; ".join(dead)) from error
 
-    def _broke_off(self, error: BaseException) -> list[str]:
+    def _broke_off(self, error: RayActorError) -> list[str]:
         """The process that Ray's error is about, where it lives on: only its connection is gone."""
-        found = re.search(r"\bpid: (\d+)", str(error))
-        name = found and named(self._run_dir / "logs", int(found[1]))
+        name = error.actor_id and named(self._run_dir / "logs", actor=error.actor_id)
         return [f"no connection any more to {name}"] if name else []
 
     def start(self, tokenizer) -> None:

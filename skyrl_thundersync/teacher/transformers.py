@@ -76,7 +76,7 @@ class TransformersReplica:
         if isinstance(ids, NeedContext):
             return ids
         check_range(trajectory, ids, first, self._max_len, self._vocab_size)
-        with doing(f"scoring {trajectory}"):
+        with doing("scoring", str(trajectory)):
             return await self._run(self._score, trajectory, ids, first)
 
     async def close(self, trajectory: str) -> None:

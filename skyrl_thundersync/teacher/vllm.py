@@ -72,7 +72,7 @@ class VllmReplica:
         check_range(trajectory, ids, first, self._max_len, self._vocab_size)
         # One salt a trajectory: two samples that begin alike must not read each other's scored positions from the cache.
         salt = self._salts.setdefault(trajectory, f"{trajectory}#{next(self._opened)}")
-        with doing(f"scoring {trajectory}"):
+        with doing("scoring", str(trajectory)):
             logps, cached = await self._request(ids, first, salt, read_cache=self._prefix_cache)
             computed = len(ids) - cached
             if logps is None:

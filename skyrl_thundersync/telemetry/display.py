@@ -76,7 +76,7 @@ class Display:
                     f"{short(batch.tokens)} tokens",
                     f"{batch.waiting} wait for the learner",
                 ]
-            return " · ".join([*parts, now_at()])
+            return " · ".join([*parts, str(now_at())])
 
         self._live = LiveLine(self._console, text)
 

@@ -12,7 +12,7 @@ from skyrl_thundersync.process.heartbeat import HungActorError, Watch, gone, sta
 
 DEADLINE_S = 6.0
 WORK = {
-    "says": "at('waiting')\n    with doing('the sweep of g_0'):\n        with doing('more'): pass\n        time.sleep(600)",
+    "says": "at('waiting')\n    with doing('sweep', 'of g_0'):\n        with doing('more'): pass\n        time.sleep(600)",
     "works": "while True: sum(i * i for i in range(10**5))",
     "waits": "threading.Event().wait()",
     "hangs": "while True: ctypes.PyDLL(None).sleep(600)",  # in C, with the interpreter's lock
@@ -77,12 +77,12 @@ def test_a_process_that_ended_is_no_hang(tmp_path, actors):
 def test_a_process_says_what_it_is_at_and_the_file_still_says_so_when_it_is_gone(tmp_path, actors):
     victim = actors("says")
     file = tmp_path / "says.alive"
-    until(lambda: file.is_file() and status(file)[2] == "the sweep of g_0")
+    until(lambda: file.is_file() and str(status(file).doing) == "sweep of g_0")
     assert gone(tmp_path) == []
     victim.kill()
     victim.wait()
     (said,) = gone(tmp_path)
-    assert said.startswith(f"says (process {victim.pid}) died, at: the sweep of g_0. Its log: ")
+    assert said.startswith(f"says (process {victim.pid}) died, at: sweep of g_0. Its log: ")
 
 
 def test_an_error_in_an_actor_is_told_as_its_own_with_the_process_and_what_is_free(tmp_path, actors):

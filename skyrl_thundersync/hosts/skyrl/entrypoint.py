@@ -95,7 +95,7 @@ def _in_words(error: BaseException, log_dir: Path, folders: Iterable[str]) -> st
     cause = own_error(error)
     lines = [f"{type(cause).__name__}: {cause}"]
     found = re.search(r"\(pid=(\d+)", str(error)) if cause is not error else None
-    if found and (where := named(log_dir, int(found[1]))):
+    if found and (where := named(log_dir, pid=int(found[1]))):
         lines.append(f"In {where}")
     if "No space left on device" in str(cause):
         free = {folder: shutil.disk_usage(folder).free for folder in folders if Path(folder).is_dir()}

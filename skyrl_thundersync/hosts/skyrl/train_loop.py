@@ -95,7 +95,7 @@ class LearnerDispatch:
     async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
         """Publish θ of the current version; returns when every replica acknowledged it."""
         start = time.perf_counter()
-        with doing(f"publishing version {self._cluster.version}"):
+        with doing("publishing", update=self._cluster.version):
             await self._cluster.publish()
         self.publish_s = time.perf_counter() - start
         timeline.add("update", "publish", start, start + self.publish_s, version=self._cluster.version)
@@ -150,7 +150,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
         hook: TurnHook = self.inference_engine_client
         self.generator.on_closed, self.generator.on_last_turn = update.on_trajectory_closed, update.on_last_turn
         try:
-            with hook.armed(trajectories, update.on_turn), doing(f"update {self.global_step}: rollouts"):
+            with hook.armed(trajectories, update.on_turn), doing("rollouts", update=self.global_step):
                 output = await update.run(super().generate(input_batch))
                 await self._cluster.settle()
         finally:
@@ -184,7 +184,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
     def train_critic_and_policy(self, data: TrainingInputBatch) -> dict[str, float]:
         """Reduce over ranks, divide by N_k, clip, one optimizer step."""
         start = time.perf_counter()
-        with doing(f"update {self.global_step}: finish"):
+        with doing("finish", update=self.global_step):
             finish = self._cluster.finish(self._update.ledger)
         timeline.add("update", "finish", start, time.perf_counter(), version=self._update.ledger.version)
         self.checkpoints.finished(self.global_step)
@@ -199,7 +199,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
 
     def save_checkpoints(self) -> str:
         """All of the run at this update's boundary, atomically (runtime/checkpoint.py)."""
-        with doing(f"checkpoint of update {self.global_step}"):
+        with doing("checkpoint", update=self.global_step):
             return str(self.checkpoints.save())
 
     def load_checkpoints(self) -> tuple[int, str | None]:
