@@ -31,6 +31,7 @@ from benchmarks.fault_events import (
 )
 from benchmarks.fault_phases import DRIVER, START_S, go_on, stopped_in
 from benchmarks.undisturbed import Undisturbed
+from skyrl_thundersync.process.heartbeat import status
 from tests import job
 
 UPDATE_S = 120.0
