@@ -186,7 +186,6 @@ def _execution_problems(tasks: list[Any], backend: str, workers: int) -> Mapping
     from skyrl_thundersync.options.schema import SandboxConfig
     from skyrl_thundersync.sandbox.base import SandboxError
     from skyrl_thundersync.sandbox.pool import SandboxPool
-    from skyrl_thundersync.tasks import terminal_env
 
     # One command is the whole reference solution here.
     longest = max((task.agent_timeout_s for task in tasks), default=1.0)
@@ -194,9 +193,8 @@ def _execution_problems(tasks: list[Any], backend: str, workers: int) -> Mapping
     unrunnable = {task.task_id: f"needs {','.join(task.needs)}" for task in tasks if set(task.needs) - {"build"}}
     try:
         with SandboxPool(config, "data-check") as pool:
-            terminal_env.configure(pool, config)
             runnable = [task for task in tasks if task.task_id not in unrunnable]
-            return unrunnable | {check.task_id: check.problem for check in check_all(runnable, workers)}
+            return unrunnable | {check.task_id: check.problem for check in check_all(pool, runnable, workers)}
     except SandboxError as error:
         raise ConfigError(f"--check: {error}") from error
 

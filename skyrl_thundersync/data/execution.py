@@ -10,8 +10,10 @@ import base64
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from skyrl_thundersync.data.harbor import HarborTask
+from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.grading import tar
 from skyrl_thundersync.tasks.terminal_env import SUBMIT, TerminalEnv
 
@@ -56,13 +58,13 @@ def oracle_action(task: HarborTask) -> str:
     return f"```bash\n{unpack}\nbash /solution/solve.sh </dev/null\n```"
 
 
-def attempt(task: HarborTask, *actions: str) -> Execution:
-    """Play `actions` and then `submit`; `terminal_env.configure` must have been called.
+def attempt(sandboxes: SandboxPool, task: HarborTask, *actions: str) -> Execution:
+    """Play `actions` and then `submit`.
 
     Raises:
         TaskError, SandboxError: from the environment.
     """
-    env = TerminalEnv(None, task.row(max_turns=len(actions) + 1))
+    env = TerminalEnv(None, task.row(max_turns=len(actions) + 1), sandboxes=sandboxes)
     prompt = [{"role": "user", "content": task.instruction}]
     try:
         env.init(prompt)
@@ -85,12 +87,14 @@ def attempt(task: HarborTask, *actions: str) -> Execution:
     )
 
 
-def check(task: HarborTask) -> ExecutionCheck:
+def check(sandboxes: SandboxPool, task: HarborTask) -> ExecutionCheck:
     """Both attempts at one task."""
-    return ExecutionCheck(task.task_id, oracle=attempt(task, oracle_action(task)), noop=attempt(task))
+    return ExecutionCheck(
+        task.task_id, oracle=attempt(sandboxes, task, oracle_action(task)), noop=attempt(sandboxes, task)
+    )
 
 
-def check_all(tasks: Iterable[HarborTask], workers: int) -> Iterator[ExecutionCheck]:
+def check_all(sandboxes: SandboxPool, tasks: Iterable[HarborTask], workers: int) -> Iterator[ExecutionCheck]:
     """`check` of each task, `workers` at a time, in order."""
     with ThreadPoolExecutor(workers) as threads:
-        yield from threads.map(check, tasks)
+        yield from threads.map(partial(check, sandboxes), tasks)

@@ -34,8 +34,8 @@ from skyrl_thundersync.process.quiet import quiet_imports
 from skyrl_thundersync.rollout.publication import AdapterIgnoredError, serve_adapter
 from skyrl_thundersync.rollout.replica import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.sandbox.pool import SandboxPool
-from skyrl_thundersync.tasks import terminal_env
 from skyrl_thundersync.tasks.survey import Surveyor
+from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
 OPTION = "trainer.policy.model.path"
 ATTEMPTS = 5
@@ -168,8 +168,7 @@ def _session(
     tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
     os.environ.setdefault("RAY_worker_niceness", "0")
     with SandboxPool(cfg.thundersync.sandbox, run_id=f"eval-{files.folder.name}") as pool:
-        terminal_env.configure(pool, cfg.thundersync.sandbox)
-        terminal_env.register_terminal_env()
+        register_terminal_env(pool)
         raise_own_limits()
         ray.init(
             num_cpus=None if device == "cuda" else 8,

@@ -44,7 +44,7 @@ class SandboxPool:
             raise ValueError(f"thundersync.sandbox.warm must not be negative, got {config.warm}")
         self.run_id = run_id
         self.backend = choose_backend(config.backend)
-        self._config = config
+        self.config = config
         self._limits = limits or Limits()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class SandboxPool:
 
     def _start(self, kind: Kind) -> ShellSandbox:
         name = f"{self.run_id}-{next(self._numbers)}"
-        output_limit = self._config.output_limit_bytes
+        output_limit = self.config.output_limit_bytes
         sandbox: ShellSandbox
         if self._engine is not None:
             sandbox = docker.DockerSandbox(

@@ -14,11 +14,11 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.envs.registration import registry
+from skyrl_gym.envs.registration import EnvSpec, registry
 
 from skyrl_thundersync.sandbox.base import (
     WORKSPACE,
@@ -34,18 +34,13 @@ from skyrl_thundersync.tasks.schema import TaskError, TaskRow
 from skyrl_thundersync.tasks.terminal_text import SUBMIT, describe_text, parse_action, unfinished_thought
 from skyrl_thundersync.telemetry import timeline
 
-if TYPE_CHECKING:  # it imports all of SkyRL
-    from skyrl_thundersync.options.schema import SandboxConfig
-
 __all__ = [
     "ENV_ID",
     "SUBMIT",
     "TaskError",
     "TerminalEnv",
-    "configure",
     "parse_action",
     "register_terminal_env",
-    "settle",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,26 +54,10 @@ SETUP_TIMEOUT_S = 300.0
 RESTART_TIMEOUT_S = 30.0
 _REWARD = re.compile(r"reward=(.*)")
 
-_pool: SandboxPool | None = None
-_config: SandboxConfig | None = None
 
-
-def configure(pool: SandboxPool, config: SandboxConfig) -> None:
-    """Where environments made from now on get their sandboxes. Called once by the driver, before the first rollout."""
-    global _pool, _config
-    _pool, _config = pool, config
-
-
-def settle() -> None:
-    """Wait until the pool starts nothing ahead of episodes. Nothing to wait for before `configure`."""
-    if _pool is not None:
-        _pool.settle()
-
-
-def register_terminal_env() -> None:
-    """Make `env_class: terminal` known to SkyRL. May be called again."""
-    if ENV_ID not in registry:
-        skyrl_gym.register(id=ENV_ID, entry_point=f"{__name__}:TerminalEnv")
+def register_terminal_env(sandboxes: SandboxPool) -> None:
+    """Make `env_class: terminal` known to SkyRL: episodes made from now on run in these sandboxes."""
+    registry[ENV_ID] = EnvSpec(ENV_ID, partial(TerminalEnv, sandboxes=sandboxes))
 
 
 class TerminalEnv(BaseTextEnv):
@@ -92,15 +71,14 @@ class TerminalEnv(BaseTextEnv):
     - on_last_turn: called once the turn in work is known to be the last, at the latest before the grading.
     """
 
-    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: Any = None, extras: Mapping[str, Any] | None = None, *, sandboxes: SandboxPool
+    ) -> None:
         """Raises:
         TaskError: a field is missing or has no such value.
-        RuntimeError: `configure` has not been called.
         """
         super().__init__()
-        if _pool is None or _config is None:
-            raise RuntimeError("terminal_env.configure(pool, config) must be called before the first episode")
-        self._pool, self._config = _pool, _config
+        self._pool, self._config = sandboxes, sandboxes.config
         extras = extras or {}
         row = TaskRow.of({name: value for name, value in extras.items() if name not in OF_GENERATOR})
         if row.max_turns is None:

@@ -7,7 +7,6 @@ import pytest
 from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox import bubblewrap, docker_engine
 from skyrl_thundersync.sandbox.pool import SandboxPool
-from skyrl_thundersync.tasks import terminal_env
 
 MINI = Path(__file__).parents[2] / "examples" / "terminal_bench" / "mini"
 
@@ -21,16 +20,14 @@ def backend_pool(request):
         pytest.fail(f"bubblewrap: {reason}")
     config = SandboxConfig(backend=request.param, command_timeout_s=30.0)
     with SandboxPool(config, "test") as pool:
-        yield pool, config
+        yield pool
 
 
 @pytest.fixture
 def sandboxes(backend_pool):
-    """The terminal environment over the pool, whatever an earlier test configured; nothing may be left open."""
-    pool, config = backend_pool
-    terminal_env.configure(pool, config)
-    yield pool
-    assert pool.open_count == 0
+    """Nothing may be left open."""
+    yield backend_pool
+    assert backend_pool.open_count == 0
 
 
 TASK_TOML = '[environment]\nnetwork_mode = "no-network"\n'

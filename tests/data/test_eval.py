@@ -19,7 +19,7 @@ from skyrl_thundersync.evaluate.plot import pass_plot
 from skyrl_thundersync.evaluate.results import markdown
 from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.pool import SandboxPool
-from skyrl_thundersync.tasks import terminal_env
+from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
 ONE = Attempt("t0", 0, True, 1.0, 3, 40, 200, "stop", 1.5, 0.5, False, False, 0, 2.0)
 SUBJECT = {"model": "abc", "seed": 1}
@@ -150,9 +150,7 @@ def loop():
     from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
     from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.generator import GuardedGenerator
-    from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
-    register_terminal_env()
     cfg = build_config(["+config=opd/quickstart", "generator.eval_sampling_params.temperature=1.0"])
     tokenizer = byte_tokenizer()
     return cfg, GuardedGenerator(
@@ -160,7 +158,7 @@ def loop():
     )
 
 
-def test_attempts_are_independent_counted_once_and_resumed(sandboxes, loop, tmp_path, make_task, monkeypatch):
+def test_attempts_are_independent_counted_once_and_resumed(sandboxes, loop, tmp_path, make_task):
     from skyrl_thundersync.evaluate.episodes import attempt_seed, evaluate
 
     cfg, generator = loop
@@ -172,7 +170,7 @@ def test_attempts_are_independent_counted_once_and_resumed(sandboxes, loop, tmp_
 
     def session(missing, files):
         with SandboxPool(config, f"session-{files.session}") as pool:
-            monkeypatch.setattr(terminal_env, "_pool", pool)
+            register_terminal_env(pool)
             asyncio.run(evaluate(cfg, generator, rows, missing, files.session, time.monotonic(), files.add))
 
     files = AttemptFiles(tmp_path / "e", SUBJECT)

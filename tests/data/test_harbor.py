@@ -116,7 +116,7 @@ def test_all_tasks_are_read_or_counted(make_task, tmp_path):
 def test_rows_that_need_what_the_environment_has_not_are_refused_by_name(sandboxes, make_task):
     row = read_task(make_task(**{"task.toml": CLOSED + "gpus = 1\n"}), ["gpu"]).row(3)
     with pytest.raises(TaskError, match="'needs': gpu: run it through Harbor"):
-        TerminalEnv(None, row)
+        TerminalEnv(None, row, sandboxes=sandboxes)
 
 
 def test_the_image_tag_follows_the_environment_only(make_task):
@@ -213,7 +213,7 @@ def test_official_success_and_training_reward_are_two_numbers():
 def test_a_slow_verifier_ends_and_earns_nothing(sandboxes, make_task):
     slow = {"tests/test.sh": "#!/bin/bash\necho 1 >/logs/verifier/reward.txt\nsleep 60\n"}
     row = read_task(make_task(**slow)).row(1) | {"verifier_timeout_s": 0.5, "image_optional": True}
-    env = TerminalEnv(None, row)
+    env = TerminalEnv(None, row, sandboxes=sandboxes)
     env.init(row["prompt"])
     step = env.step("submit")
     assert (step["reward"], step["done"], env.get_metrics()["verifier_failed"]) == (0.0, True, 1.0)
@@ -223,7 +223,7 @@ def test_a_slow_verifier_ends_and_earns_nothing(sandboxes, make_task):
 def test_the_agents_time_ends_the_episode_which_is_graded(sandboxes, make_task):
     for seconds, over in ((0.001, True), (3600.0, False)):
         row = read_task(make_task()).row(50) | {"agent_timeout_s": seconds, "image_optional": True}
-        env = TerminalEnv(None, row)
+        env = TerminalEnv(None, row, sandboxes=sandboxes)
         env.init(row["prompt"])
         step = env.step("echo yes >ans")
         env.close()
@@ -234,7 +234,7 @@ def test_env_reaches_every_shell_and_the_verifier(sandboxes, make_task):
     test = '#!/bin/bash\n[ "$A$B" = "b c1" ] && [ "$(cat ans)" = "b c" ] && echo 1 >/logs/verifier/reward.txt\n'
     toml = CLOSED + 'env = {A = "b c"}\n[verifier]\nenv = {B = "1"}\n'
     row = read_task(make_task(**{"tests/test.sh": test, "task.toml": toml})).row(5) | {"image_optional": True}
-    env = TerminalEnv(None, row)
+    env = TerminalEnv(None, row, sandboxes=sandboxes)
     env.init(row["prompt"])
     env.step("exit 3")
     env.step('echo "$A" >ans; echo "${B-unset}" >b')
@@ -252,4 +252,4 @@ def test_env_reaches_every_shell_and_the_verifier(sandboxes, make_task):
 def test_bad_rows_are_named_with_their_field(sandboxes, make_task, changes, field):
     row = read_task(make_task()).row(3) | changes
     with pytest.raises(TaskError, match=f"'task', field '{field}'"):
-        TerminalEnv(None, row)
+        TerminalEnv(None, row, sandboxes=sandboxes)

@@ -42,14 +42,12 @@ def test_a_built_task_is_solved_in_its_own_folder_by_user_1000(docker_sandboxes,
 
     from skyrl_thundersync.options.schema import SandboxConfig
     from skyrl_thundersync.sandbox.pool import SandboxPool
-    from skyrl_thundersync.tasks import terminal_env
 
     config = SandboxConfig(backend="docker")
     with SandboxPool(config, "images") as pool:
-        terminal_env.configure(pool, config)
         task = read_task(folder, ["build"])
-        assert attempt(task, "exit 3", 'echo "$PWD $(id -u)"').output == "/app 1000"
-        assert "denied" in attempt(task, "touch /etc/x").output.lower()
+        assert attempt(pool, task, "exit 3", 'echo "$PWD $(id -u)"').output == "/app 1000"
+        assert "denied" in attempt(pool, task, "touch /etc/x").output.lower()
 
 
 @pytest.mark.timeout(60)

@@ -19,7 +19,7 @@ def tasks():
 
 @pytest.mark.timeout(120)
 def test_oracle_12_of_12_and_no_op_0_of_12(sandboxes, tasks):
-    checks = list(check_all(tasks, workers=2))
+    checks = list(check_all(sandboxes, tasks, workers=2))
     assert [check.task_id for check in checks] == [task.task_id for task in tasks]
     assert len(checks) == 12
     assert {check.task_id: check.oracle.output for check in checks if not check.oracle.solved} == {}
@@ -30,7 +30,7 @@ def test_oracle_12_of_12_and_no_op_0_of_12(sandboxes, tasks):
 
 def test_half_done_earns_partial_credit_and_is_not_solved(sandboxes, tasks):
     task = next(task for task in tasks if task.task_id == "pack-logs")
-    half = attempt(task, "find logs -name '*.log' | tar -czf logs.tar.gz -T -")
+    half = attempt(sandboxes, task, "find logs -name '*.log' | tar -czf logs.tar.gz -T -")
     assert (half.reward, half.solved) == (0.75, False)
 
 
@@ -48,14 +48,16 @@ TAMPERING = {
 @pytest.mark.parametrize("command", TAMPERING.values(), ids=TAMPERING.keys())
 def test_tampering_with_the_verifier_earns_nothing(sandboxes, tasks, command):
     task = next(task for task in tasks if task.task_id == "order-totals")
-    result = attempt(task, command)
+    result = attempt(sandboxes, task, command)
     assert not result.solved and result.reward <= 0.25  # one check of four is that orders.csv is untouched
 
 
 def test_the_agent_sees_neither_tests_nor_solution(sandboxes, tasks):
     task = next(task for task in tasks if task.task_id == "order-totals")
     seen = attempt(
-        task, "ls -A /tests /solution /logs; grep -rl expected.csv /workspace /tmp /proc/[0-9]*/cmdline 2>/dev/null"
+        sandboxes,
+        task,
+        "ls -A /tests /solution /logs; grep -rl expected.csv /workspace /tmp /proc/[0-9]*/cmdline 2>/dev/null",
     )
     assert "test.sh" not in seen.output and "expect" not in seen.output and "solve" not in seen.output
 

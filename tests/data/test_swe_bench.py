@@ -56,7 +56,8 @@ def test_a_file_without_instances_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize(("checker", "collected"), [("cat made", "a\nreward=1\n"), ("false", ""), ("seq 1 100000", "")])
 def test_what_an_attempt_leaves_is_collected_and_earns_nothing_by_itself(sandboxes, checker, collected):
-    env = TerminalEnv(None, {"task_id": "t", "files": "{}", "checker": checker, "collect": True, "max_turns": 2})
+    row = {"task_id": "t", "files": "{}", "checker": checker, "collect": True, "max_turns": 2}
+    env = TerminalEnv(None, row, sandboxes=sandboxes)
     env.init([{"role": "user", "content": "go"}])
     step = env.step("printf 'a\\nreward=1\\n' >made\nsubmit")
     metrics = env.get_metrics()

@@ -10,7 +10,7 @@ import skyrl_gym
 
 from skyrl_thundersync.options.schema import SandboxConfig
 from skyrl_thundersync.sandbox.pool import SandboxPool
-from skyrl_thundersync.tasks import terminal_env
+from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
 IMAGE = "thundersync-test/app:1"
 TASK = {"task_id": "damaged", "files": "{}", "checker": "[ -e /workspace/made ]", "max_turns": 8}
@@ -22,8 +22,7 @@ HARBOR = {"checker": "bash /tests/test.sh", "tests": {"test.sh": "bash /workspac
 def configured(backend):
     config = SandboxConfig(backend=backend, command_timeout_s=1.0, output_limit_bytes=512, warm=0)
     with SandboxPool(config, "test") as pool:
-        terminal_env.configure(pool, config)
-        terminal_env.register_terminal_env()
+        register_terminal_env(pool)
         yield pool
         assert pool.open_count == 0
 
@@ -33,8 +32,7 @@ def checked():
     """What a checker leaves is read the same way on every backend."""
     config = SandboxConfig(backend="bubblewrap", warm=0)
     with SandboxPool(config, "test") as pool:
-        terminal_env.configure(pool, config)
-        terminal_env.register_terminal_env()
+        register_terminal_env(pool)
         yield
 
 

@@ -14,7 +14,7 @@ from skyrl_thundersync.data.byte_tokenizer import byte_tokenizer
 from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 from skyrl_thundersync.hosts.skyrl.generator import RewardError
 from skyrl_thundersync.hosts.skyrl.train_loop import StreamingGenerator
-from skyrl_thundersync.options.schema import OutcomesConfig, SandboxConfig
+from skyrl_thundersync.options.schema import OutcomesConfig
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.outcomes import ALLOWED, Outcomes, allowed
 from skyrl_thundersync.sandbox.base import SandboxError, StartError
@@ -24,6 +24,7 @@ from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.sources import TrajectoryId
 from skyrl_thundersync.tasks import terminal_env
 from skyrl_thundersync.tasks.guarded_env import EnvironmentFailedError
+from skyrl_thundersync.tasks.terminal_env import register_terminal_env
 
 TRAJECTORY = TrajectoryId("task", 0)
 TOKENIZER = byte_tokenizer()
@@ -97,9 +98,8 @@ def rollout(config):
                     training_phase=phase,
                 )
 
-        terminal_env.register_terminal_env()
         with SandboxPool(replace(config, warm=0, command_timeout_s=1.0), "test") as own:
-            terminal_env.configure(own, SandboxConfig(command_timeout_s=1.0))
+            register_terminal_env(own)
             output = asyncio.run(run())
             assert own.open_count == 0
         return closed, sources, output

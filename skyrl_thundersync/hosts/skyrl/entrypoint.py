@@ -114,7 +114,7 @@ def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
     from skyrl_thundersync.runtime.cluster import Cluster
     from skyrl_thundersync.runtime.resume import NothingLeftError
     from skyrl_thundersync.sandbox.pool import SandboxPool
-    from skyrl_thundersync.tasks import terminal_env
+    from skyrl_thundersync.tasks.terminal_env import register_terminal_env
     from skyrl_thundersync.telemetry.metrics import MetricsFile
 
     (run_dir / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
@@ -133,9 +133,8 @@ def _train(cfg, run_dir: Path, display: Display, experiment_class: str) -> None:
             f"[dim]agents' commands run in {pool.backend} (thundersync.sandbox.backend={ts.sandbox.backend})[/dim]"
         )
         interrupts.again()  # Ray set a handler of its own
-        terminal_env.configure(pool, ts.sandbox)
-        terminal_env.register_terminal_env()
-        experiment = load(experiment_class)(cfg, cluster, display, run_dir)
+        register_terminal_env(pool)
+        experiment = load(experiment_class)(cfg, cluster, display, run_dir, pool)
         cluster.start(experiment.tokenizer)
         trainer = experiment._setup_trainer()
         progress = ProgressCallback(display, metrics)

@@ -16,6 +16,7 @@ from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.log import RolloutLog
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.runtime.cluster import Cluster
+from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.plain_contents import PlainContents
 from skyrl_thundersync.telemetry.display import Display
 from skyrl_thundersync.telemetry.metrics import MetricsFile
@@ -50,8 +51,9 @@ class ThunderSyncExperiment(BasePPOExp):
 
     trainer_class = ThunderSyncTrainer
 
-    def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path) -> None:
+    def __init__(self, cfg, cluster: Cluster, display: Display, run_dir: Path, sandboxes: SandboxPool) -> None:
         self._cluster, self._display, self._run_dir = cluster, display, run_dir
+        self._sandboxes = sandboxes
         super().__init__(cfg)
 
     def get_train_dataset(self) -> TaskDataset:

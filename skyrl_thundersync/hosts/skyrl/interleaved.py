@@ -25,8 +25,8 @@ from skyrl.train.utils.callbacks import TrainingCallback
 from skyrl_thundersync.hosts.skyrl.experiment import ThunderSyncExperiment
 from skyrl_thundersync.hosts.skyrl.train_loop import ThunderSyncTrainer
 from skyrl_thundersync.runtime.driver_state import driver_random_state, restore_driver_random_state
+from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.stream.release import SCHEDULES
-from skyrl_thundersync.tasks import terminal_env
 
 ROUNDS = "rounds.jsonl"
 """In the run folder: one line an update.
@@ -90,8 +90,9 @@ class Repeated:
 class InterleavedTrainer(ThunderSyncTrainer):
     """`ThunderSyncTrainer` whose update k is one schedule's of a round. Its `trainer.max_training_steps` counts updates."""
 
-    def __init__(self, *args, run_dir: Path, **kwargs) -> None:
+    def __init__(self, *args, run_dir: Path, sandboxes: SandboxPool, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self._sandboxes = sandboxes
         self._kept_dir, self._rows_file = run_dir / "round", run_dir / ROUNDS
         self._rows_file.unlink(missing_ok=True)
         self._kept: dict[str, Any] = {}
@@ -120,7 +121,7 @@ class InterleavedTrainer(ThunderSyncTrainer):
         self._cluster.use_schedule(schedule)
         await self._cluster.publish()
         await self._cluster.rest()
-        terminal_env.settle()
+        self._sandboxes.settle()
         stats = self._cluster.learner_stats()
         self._rows.append(
             {
@@ -160,4 +161,4 @@ class InterleavedExperiment(ThunderSyncExperiment):
     """The experiment that `skyrl bench` runs."""
 
     def trainer_class(self, **kwargs) -> InterleavedTrainer:
-        return InterleavedTrainer(run_dir=self._run_dir, **kwargs)
+        return InterleavedTrainer(run_dir=self._run_dir, sandboxes=self._sandboxes, **kwargs)
