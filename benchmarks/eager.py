@@ -9,6 +9,7 @@ from __future__ import annotations
 from skyrl_thundersync.learner.segments import Segment
 from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.learner.trajectory import Tally, Trajectory
+from skyrl_thundersync.objectives.contract import NONE
 
 
 class EagerForest(Forest):
@@ -20,7 +21,7 @@ class EagerForest(Forest):
     @classmethod
     def of(cls, forest: Forest) -> EagerForest:
         """The same with nothing open."""
-        if forest.objective.needs_group:
+        if forest.objective.rewards != NONE:
             raise ValueError("eager release needs an objective whose sources are complete on arrival")
         return cls(forest.model, forest.objective, forest.block, forest.budget, forest.accumulator)
 
@@ -31,6 +32,6 @@ class EagerForest(Forest):
     def arrive(self, segment: Segment, tally: Tally) -> None:
         graph = self.model.forward(segment, grad=True)
         if segment.scored is not None:
-            self.loss(segment, graph.hidden, None, 0, tally).backward()
+            self.total(self.tokens(segment, graph.hidden, tally), None, 0).backward()
             self.model.deposit_leaves(segment, graph)
             segment.scored = None

@@ -41,8 +41,9 @@ def options(cls: type, prefix: str) -> Iterator[str]:
             nested.append((field.type, f"{prefix}.{field.name}"))
             continue
         choices = CHOICES.get(f"{prefix}.{field.name}")
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         said = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-        yield f"| `{field.name}` | `{yaml_text(field.default)}` | {docs[field.name]}{said} |"
+        yield f"| `{field.name}` | `{yaml_text(default)}` | {docs[field.name]}{said} |"
     for inner, name in nested:
         yield ""
         yield from options(inner, name)

@@ -35,7 +35,8 @@ from skyrl_thundersync.learner.student import (
 )
 from skyrl_thundersync.learner.sweep import Forest
 from skyrl_thundersync.learner.zero import ZeroOptimizer, connect, route
-from skyrl_thundersync.objectives import OBJECTIVES
+from skyrl_thundersync.objectives import registry
+from skyrl_thundersync.objectives.check import problems
 from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings, OptimizerSettings
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Work, WorkDone
 
@@ -48,8 +49,8 @@ class RankSpec:
     """Everything one rank is built from.
 
     model_path: a folder in Hugging Face format, or a name on the hub. learner: the `thundersync.learner` options.
-    objective: "opd" or "grpo"; objective_settings: its constructor's arguments. optimizer: None for a rank that only
-    accumulates (no process group, `finish` refused). device: "cpu" or "cuda".
+    objective: its name (objectives/registry.py); objective_settings: values of its fields. optimizer: None for a rank that
+    only accumulates (no process group, `finish` refused). device: "cpu" or "cuda".
     """
 
     model_path: str
@@ -71,8 +72,9 @@ class LearnerRank:
 
     def __init__(self, spec: RankSpec):
         self.spec, learner = spec, spec.learner
-        if spec.objective not in OBJECTIVES:
-            raise ValueError(f"unknown objective {spec.objective!r}; known are {', '.join(OBJECTIVES)}")
+        objective = registry.build(spec.objective, spec.objective_settings)
+        if broken := problems(objective):
+            raise ValueError(broken[0])
         if learner.accumulator not in ("fp32", "exact"):
             raise ValueError(f"thundersync.learner.accumulator={learner.accumulator!r}; known are fp32, exact")
         if learner.accumulator == "exact" and spec.world_size > MOST_RANKS:
@@ -98,7 +100,6 @@ class LearnerRank:
         self.segments = SegmentModel(self._causal_lm, _states(learner.state_gib, spec.device), graph_limit)
         budget = GraphBudget(self.segments, int(learner.retain_gib * 2**30))
         self.accumulator = Accumulator(layout, exact)
-        objective = OBJECTIVES[spec.objective](**spec.objective_settings)
         self.forest = Forest(self.segments, objective, learner.block_tokens, budget, self.accumulator)
         self.cut_gap = cut_gap(self.segments, self._causal_lm, spec)
         self._begin_batch()

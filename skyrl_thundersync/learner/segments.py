@@ -130,14 +130,23 @@ class Segment:
         """Let go of everything but the tokens."""
         self.chunk = self.adjoint = self.graph = self.scored = None
 
-    def cotangents(self, own: list[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter; all on the device."""
+    def cotangents(
+        self, own: list[list[torch.Tensor]], apart: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (state tensor of this graph, its adjoint in the state's dtype), where both matter; all on the device.
+
+        apart: the adjoint of the reward part alone.
+        """
         if not self.has_adjoint:
             return
+        rowed, other = ((a.apart if apart else a.sums) for a in (self.chunk.adjoint, self.adjoint))
         for layer, pair in enumerate(own):
             for part, state in enumerate(pair):
-                total = self.chunk.adjoint.sums[layer][part]
-                total = self.adjoint.sums[layer][part] if total is None else total[..., self.rows, :]
+                total = rowed and rowed[layer][part]
+                if total is not None:
+                    total = total[..., self.rows, :]
+                elif other is not None:
+                    total = other[layer][part]
                 if total is not None and state.requires_grad:
                     yield state, (from_fixed(total) if self.exact else total).to(state.dtype)
 
@@ -258,17 +267,18 @@ class SegmentModel:
         return logits_TV.gather(-1, ids_T[:, None])[:, 0] - torch.logsumexp(logits_TV, -1)
 
     def deposit_leaves(self, segment: Segment, graph: Graph) -> None:
-        """After a backward through `graph`: hand the leaves' gradients to the segments that own those states."""
+        """After a backward through `graph`: the leaves' gradients go to the segments that own those states."""
         for layer, pair in enumerate(graph.leaves):
             for part, leaf in enumerate(pair or []):
                 if leaf.grad is None:
                     continue
+                gradient, leaf.grad = leaf.grad, None
                 if self.kinds[layer] == GATED_DELTA:
-                    segment.parent.adjoint.deposit(layer, part, leaf.grad)
+                    segment.parent.adjoint.deposit(layer, part, gradient)
                     continue
                 start = 0
                 for chunk, rows in segment.past():
-                    chunk.adjoint.deposit(layer, part, leaf.grad[..., start : start + rows, :])
+                    chunk.adjoint.deposit(layer, part, gradient[..., start : start + rows, :])
                     start += rows
 
 

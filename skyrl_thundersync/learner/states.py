@@ -33,13 +33,15 @@ class Adjoint:
         exact: sum in fixed point, so that the order of deposits cannot matter.
 
     Attributes:
-        sums: the gradient. covered: how many rows (of dimension -2, tokens for K and V), from the first, it covers.
+        sums: the gradient. apart: that of a trajectory's reward part alone, where it is summed apart (`beside`; None else).
+        covered: how many rows (of dimension -2, tokens for K and V), from the first, they cover.
         bytes: what states and sums take. on_host: they were moved off the device (learner/state_budget.py).
     """
 
     def __init__(self, state: list[list[torch.Tensor | None]], exact: bool):
         self.state, self.exact = state, exact
         self.sums, self.covered = empty_sums(len(state)), 0
+        self.apart: Sums | None = None
         self.bytes = sum(t.nbytes for pair in state for t in pair if t is not None)
         self.on_host = False
         self._all = [state, self.sums]
@@ -51,7 +53,7 @@ class Adjoint:
         if self.exact:
             gradient = to_fixed(gradient)
         for sums, factor in self._targets:
-            if sums is self.sums:
+            if sums is self.sums or sums is self.apart:
                 self.covered = max(self.covered, rows)
             total = sums[layer][part]
             if total is None:

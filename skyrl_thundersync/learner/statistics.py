@@ -31,7 +31,7 @@ class GroupStatistics:
 
     @contextmanager
     def collecting(self, reward: float, prompt: list[Segment]) -> Iterator[None]:
-        """Within it, gradients and what they leave on the group's `prompt` are one H_i: summed with r_i − o and 1."""
+        """Within it, gradients and what they leave on the group's `prompt` are of one H_i: summed with r_i − o and 1."""
         weight = reward - self.origin
         with ExitStack() as stack:
             stack.enter_context(self.accumulator.collecting([(self.g1, weight), (self.g2, 1.0)]))

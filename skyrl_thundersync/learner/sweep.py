@@ -8,19 +8,24 @@ Turns wait for each other until a block is worth running. A branch that nothing 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from skyrl_thundersync.learner.accumulate import Accumulator
 from skyrl_thundersync.learner.retain import GraphBudget
-from skyrl_thundersync.learner.segments import Segment, SegmentModel, pieces
+from skyrl_thundersync.learner.segments import Graph, Segment, SegmentModel, pieces
 from skyrl_thundersync.learner.statistics import GroupStatistics
 from skyrl_thundersync.learner.trajectory import Branch, Group, Tally, Trajectory, check_source
-from skyrl_thundersync.objectives import Objective
+from skyrl_thundersync.objectives.contract import NONE, OWN, Objective, Tokens
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
 
 SMALLEST_GAP = 2.0**-30
 """Log-prob gaps below this (nats) are counted as this."""
+
+Apart = Callable[[Segment], AbstractContextManager[None]]
 
 
 class Forest:
@@ -28,7 +33,7 @@ class Forest:
 
     Args:
         model: the student, segment by segment.
-        objective: turns scored tokens into the scalar whose gradient is accumulated.
+        objective: what each scored token loses, and what a trajectory's reward weighs (objectives/contract.py).
         block_tokens: pending tokens run when at least this many wait; 0 runs every turn at once.
         budget: which graphs stay from arrival to sweep.
         accumulator: takes the gradients. When it is exact, adjoints on shared prompts are summed in fixed point too, so that
@@ -95,7 +100,7 @@ class Forest:
             self._start(group, trajectory, source, tally)
         elif source.prefix < len(trajectory.tokens):
             self._branch(trajectory, source)
-            if not self.objective.needs_group:
+            if self.objective.rewards == NONE:
                 self._sweep_finished(group, trajectory, None, tally)
         trajectory.turns += 1
         if trajectory.turns > 1:
@@ -111,9 +116,9 @@ class Forest:
     def close_trajectory(self, work: CloseTrajectory) -> Tally:
         """Sweep the trajectory down to the group's prompt.
 
-        Under a group objective with A_i itself when `work` brings the group's rewards, else into the group's statistics;
-        with the exact accumulator when the group closes, since only one way of summing gives the same bits. A trajectory
-        without a reward has no gradient; its tokens count.
+        Under a group objective with A_i itself when `work` brings the group's rewards, else what the reward weighs goes into
+        the group's statistics; with the exact accumulator when the group closes, since only one way of summing gives the same
+        bits. What no reward weighs is learned from whatever the reward, and where there is none.
 
         Raises ValueError for a trajectory that is closed already, FloatingPointError for a reward that is not finite.
         """
@@ -121,15 +126,17 @@ class Forest:
         group = self.groups.setdefault(work.trajectory.group, Group())
         if sample in group.rewards:
             raise ValueError(f"trajectory {work.trajectory} is closed already")
-        if self.objective.needs_group and work.reward is not None and not math.isfinite(work.reward):
+        if self.objective.rewards != NONE and work.reward is not None and not math.isfinite(work.reward):
             raise FloatingPointError(f"trajectory {work.trajectory}: its reward is {work.reward}, not a finite number")
         trajectory = group.open.pop(sample, None) or Trajectory()
         self._finish_path(trajectory)
         group.rewards[sample] = work.reward
-        if not self.objective.needs_group:
+        if self.objective.rewards == NONE:
             self._sweep_finished(group, trajectory, None, tally)
         elif work.reward is None:
             self._sweep_finished(group, trajectory, 0.0, tally)
+        elif self.objective.rewards == OWN:
+            self._sweep_finished(group, trajectory, self.objective.weight(work.reward), tally)
         elif self.exact:
             group.waiting[sample] = trajectory
         elif work.group_rewards is not None:
@@ -137,8 +144,11 @@ class Forest:
         else:
             if group.statistics is None:
                 group.statistics = GroupStatistics(self.accumulator, work.reward)
-            with group.statistics.collecting(work.reward, group.nodes):
-                self._sweep_finished(group, trajectory, 1.0, tally)
+            if self.objective.has_loss:
+                self._sweep_finished(group, trajectory, 1.0, tally, partial(self._apart, group, work.reward))
+            else:
+                with group.statistics.collecting(work.reward, group.nodes):
+                    self._sweep_finished(group, trajectory, 1.0, tally)
         return tally
 
     def close_group(self, work: CloseGroup) -> Tally:
@@ -246,14 +256,19 @@ class Forest:
         if keep:
             self.budget.keep(segment, graph)
 
-    def _sweep_finished(self, group: Group, trajectory: Trajectory, weight: float | None, tally: Tally) -> None:
-        """Sweep all finished branches of a trajectory, oldest first: later ones hang nearer the prompt."""
+    def _sweep_finished(
+        self, group: Group, trajectory: Trajectory, weight: float | None, tally: Tally, apart: Apart | None = None
+    ) -> None:
+        """Sweep all finished branches of a trajectory, oldest first: later ones hang nearer the prompt.
+
+        weight: w_i; None where no reward has a part. apart: within it, what the reward weighs is summed apart.
+        """
         for branch in trajectory.finished:
             chain, node = [], branch.tip
             while node is not None and node is not branch.stop and not any(node is root for root in group.nodes):
                 chain.append(node)
                 node = node.parent
-            if weight == 0.0:  # A_i = 0: exactly zero gradient, but the tokens still count
+            if weight == 0.0 and not self.objective.has_loss:  # exactly zero gradient, but the tokens still count
                 for node in chain:
                     tally.n_scored += len(node.scored or ())
                     self._free(node)
@@ -261,30 +276,61 @@ class Forest:
             if chain:
                 self._run_path(branch.tip.path()[:-1], tally)  # the tip's own forward is its sweep's
             for node in chain:
-                self._backward(node, weight, trajectory.n_scored, tally)
+                self._backward(node, weight, trajectory.n_scored, tally, apart)
         trajectory.finished.clear()
 
-    def _backward(self, segment: Segment, weight: float | None, n_scored: int, tally: Tally) -> None:
-        """One backward of a segment: its own loss and the adjoints of its state together; then free it."""
+    def _backward(
+        self, segment: Segment, weight: float | None, n_scored: int, tally: Tally, apart: Apart | None = None
+    ) -> None:
+        """One backward of a segment: its own loss and the adjoints of its state together; then free it.
+
+        With `apart` two, of one graph: what no reward weighs goes where it always goes, the rest into the statistics.
+        """
         if segment.scored is not None or segment.has_adjoint:
             self.model.states.bring(segment.states())
             graph = segment.graph or self.model.forward(segment, grad=True)
-            outputs, cotangents = [], []
-            if segment.scored is not None:
-                outputs.append(self.loss(segment, graph.hidden, weight, n_scored, tally))
-                cotangents.append(None)
-            for state, cotangent in segment.cotangents(graph.own):
-                outputs.append(state)
-                cotangents.append(cotangent)
-            if outputs:
-                torch.autograd.backward(outputs, cotangents)
-                self.model.deposit_leaves(segment, graph)
+            tokens = None if segment.scored is None else self.tokens(segment, graph.hidden, tally)
+            if apart is None:
+                self._one_pass(segment, graph, tokens and self.total(tokens, weight, n_scored))
+            else:
+                self._one_pass(segment, graph, tokens and self.total(tokens, None, n_scored), again=True)
+                with apart(segment):
+                    rest = tokens and self.objective.reward_loss(tokens, weight, n_scored).sum()
+                    self._one_pass(segment, graph, rest, apart=True)
         self._free(segment)
 
-    def loss(self, segment: Segment, hidden, weight: float | None, n_scored: int, tally: Tally) -> torch.Tensor:
-        """The objective's scalar over a segment's scored tokens, counted in `tally`.
+    def _one_pass(
+        self, segment: Segment, graph: Graph, loss: torch.Tensor | None, again: bool = False, apart: bool = False
+    ) -> None:
+        """Backward through a segment's graph from its loss and from the adjoints of its state. again: it is not the last."""
+        outputs, cotangents = ([], []) if loss is None else ([loss], [None])
+        for state, cotangent in segment.cotangents(graph.own, apart):
+            outputs.append(state)
+            cotangents.append(cotangent)
+        if outputs:
+            torch.autograd.backward(outputs, cotangents, retain_graph=again)
+            self.model.deposit_leaves(segment, graph)
 
-        hidden: [1, n, d]. weight, n_scored: its trajectory's, for group objectives.
+    @contextmanager
+    def _apart(self, group: Group, reward: float, segment: Segment) -> Iterator[None]:
+        """Within it, gradients go into the group's statistics, and what they leave on the trajectory's own states apart."""
+        own = (node for node in segment.path() if not node.shared)
+        with ExitStack() as stack:
+            stack.enter_context(group.statistics.collecting(reward, group.nodes))
+            for adjoint in dict.fromkeys(held for node in own for held in (node.chunk.adjoint, node.adjoint)):
+                adjoint.apart = adjoint.apart or adjoint.beside()
+                stack.enter_context(adjoint.collecting([(adjoint.apart, 1.0)]))
+            yield
+
+    def total(self, tokens: Tokens, weight: float | None, n_scored: int) -> torch.Tensor:
+        """The scalar whose gradient is accumulated. weight, n_scored: the trajectory's w_i (None or 0: no part) and |M_i|."""
+        parts = [self.objective.loss(tokens)] if self.objective.has_loss else []
+        if weight:
+            parts.append(self.objective.reward_loss(tokens, weight, n_scored))
+        return sum(parts[1:], parts[0]).sum()
+
+    def tokens(self, segment: Segment, hidden: torch.Tensor, tally: Tally) -> Tokens:
+        """A segment's scored tokens as the objective sees them, counted in `tally`. hidden: [1, n, d].
 
         Raises FloatingPointError naming the source whose log-prob is not finite.
         """
@@ -305,7 +351,7 @@ class Forest:
         if scored.scores_T is not None:
             tally.sum_kl += float((detached_T - scored.scores_T).sum())
             scores_T = scored.scores_T.to(logp_T.dtype)
-        return self.objective.loss(logp_T, scores_T, weight, n_scored)
+        return Tokens(logp_T, scored.sampler_T.to(logp_T.dtype), scores_T)
 
     def _free(self, segment: Segment) -> None:
         self.budget.drop(segment)

@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from skyrl_thundersync.objectives.contract import GROUP, Objective, PlainToken, Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 LAWS = ("population", "sample", "dr_grpo", "rloo")
 """(r − mean)/(population std + ε); the same with the sample std; r − mean; r − mean of the other samples."""
@@ -20,7 +25,8 @@ LAWS = ("population", "sample", "dr_grpo", "rloo")
 EPSILON = 1e-6
 
 
-class Grpo:
+@dataclass
+class Grpo(Objective):
     """One advantage law.
 
     Args:
@@ -28,17 +34,17 @@ class Grpo:
         epsilon: added to the standard deviation, under the laws that divide by it.
     """
 
-    name = "grpo"
-    needs_teacher = False
-    needs_group = True
+    law: str = "population"
+    epsilon: float = EPSILON
+
+    rewards = GROUP
     divides_by_tokens = False
 
-    def __init__(self, law: str = "population", epsilon: float = EPSILON):
-        if law not in LAWS:
-            raise ValueError(f"unknown advantage law {law!r}; known are {', '.join(LAWS)}")
-        if not (math.isfinite(epsilon) and epsilon >= 0):
-            raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}")
-        self.law, self.epsilon = law, epsilon
+    def __post_init__(self) -> None:
+        if self.law not in LAWS:
+            raise ValueError(f"unknown advantage law {self.law!r}; known are {', '.join(LAWS)}")
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            raise ValueError(f"epsilon must be finite and at least 0, got {self.epsilon}")
 
     def affine(self, rewards: Sequence[float | None], origin: float) -> tuple[float, float]:
         """(b, c) with A_i/m = ((r_i − origin) − b)·c, in float64; `rewards` of all the group's samples, in sample order.
@@ -46,6 +52,8 @@ class Grpo:
         None is a sample without a reward: it has no part in m, b or c. c is 0 when fewer than two samples have a reward or
         all rewards are equal, under every law. Raises ValueError for a reward that is not finite.
         """
+        import torch
+
         r = torch.tensor([r for r in rewards if r is not None], dtype=torch.float64)
         if not bool(torch.isfinite(r).all()):
             raise ValueError(f"rewards must be finite, got {list(rewards)}")
@@ -60,14 +68,9 @@ class Grpo:
             return b, 1 / m
         return b, 1 / (m * (float(r.std(correction=int(self.law == "sample"))) + self.epsilon))
 
-    def weights(self, rewards: Sequence[float | None]) -> list[float]:
-        """A_i/m of each sample: what multiplies its H_i. Exactly 0 without a reward or without variance."""
-        origin = next((r for r in rewards if r is not None), 0.0)
-        b, c = self.affine(rewards, origin)
-        return [0.0 if r is None or c == 0.0 else ((r - origin) - b) * c for r in rewards]
+    def reward_loss(self, tokens: Tokens, weight: float, n_scored: int) -> torch.Tensor:
+        """−weight/|M_i| log π_θ; `weight`: A_i/m."""
+        return -(weight / n_scored) * tokens.logp_T
 
-    def loss(
-        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
-    ) -> torch.Tensor:
-        """−weight/|M_i| Σ log π_θ over a segment's T scored tokens; `weight`: A_i/m, or 1 for −S_i; `n_scored`: |M_i|."""
-        return -(weight / n_scored) * logp_T.sum()
+    def plain_weight(self, token: PlainToken) -> float:
+        return token.advantage / token.m / token.n_scored

@@ -7,23 +7,22 @@ used, so the importance ratio is 1 and keeps its derivative.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_thundersync.objectives.contract import Objective, PlainToken, Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 
-class Opd:
-    name = "opd"
+@dataclass
+class Opd(Objective):
     needs_teacher = True
-    needs_group = False
-    """Whether a trajectory's weights are known only when its group's rewards are."""
-    divides_by_tokens = True
-    """Whether finish divides the sum by N_k."""
 
-    def loss(
-        self, logp_T: torch.Tensor, scores_T: torch.Tensor | None, weight: float | None, n_scored: int
-    ) -> torch.Tensor:
-        """The scalar whose gradient is accumulated, from a segment's T scored tokens.
+    def loss(self, tokens: Tokens) -> torch.Tensor:
+        """−A_t log π_θ."""
+        return -((tokens.scores_T - tokens.logp_T.detach()) * tokens.logp_T)
 
-        logp_T: log π_θ, differentiable. scores_T: log π_T, same dtype and shape. `weight` and `n_scored` (scored tokens
-        of the whole trajectory) play no part.
-        """
-        return -((scores_T - logp_T.detach()) * logp_T).sum()
+    def plain_weight(self, token: PlainToken) -> float:
+        return token.score - token.logp

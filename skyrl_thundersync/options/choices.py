@@ -1,12 +1,13 @@
 """The values that text options may have. Unknown ones are refused with the nearest right one when options are read."""
 
-from skyrl_thundersync.options.schema import ADVANTAGE_LAWS, OBJECTIVES
+from skyrl_thundersync.options.registry import MODULE_CLASS, offered
+from skyrl_thundersync.options.schema import ADVANTAGE_LAWS, OBJECTIVE_POINTS, OBJECTIVES
 from skyrl_thundersync.stream.release import SCHEDULES
 
 DTYPES = ("bfloat16", "float32")
 
 CHOICES = {
-    "thundersync.objective": OBJECTIVES,
+    "thundersync.objective": (*OBJECTIVES, *offered(OBJECTIVE_POINTS), MODULE_CLASS),
     "thundersync.schedule": SCHEDULES,
     "thundersync.device": ("auto", "cpu", "cuda"),
     "thundersync.learner.dtype": DTYPES,

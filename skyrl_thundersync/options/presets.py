@@ -138,8 +138,10 @@ def leaf_keys(config_class: type, prefix: str = "") -> Iterable[str]:
             yield from leaf_keys(nested, f"{prefix}{name}.")
 
 
-def flatten(tree: Mapping, config_class: type, origin: str, choices: Mapping[str, tuple[str, ...]]) -> list[Override]:
-    """Check a nested mapping against a configuration dataclass and list its leaves.
+def flatten(
+    tree: Mapping, config_class: type, origin: str, choices: Mapping[str, tuple[str, ...]], within: str = ""
+) -> list[Override]:
+    """Check a nested mapping against a configuration dataclass and list its leaves. `within`: what their names begin with.
 
     Raises:
         ConfigError: a key that does not exist, or a value of the wrong type or outside its choices.
@@ -151,7 +153,9 @@ def flatten(tree: Mapping, config_class: type, origin: str, choices: Mapping[str
         for name, value in node.items():
             key = f"{prefix}{name}"
             if name not in kinds:
-                raise ConfigError(_unknown(key, str(name), prefix, list(kinds), config_class, origin))
+                raise ConfigError(
+                    _unknown(key, str(name), prefix, list(kinds), list(leaf_keys(config_class, within)), origin)
+                )
             nested = dataclass_in(kinds[name])
             if nested is not None and isinstance(value, Mapping):
                 visit(value, nested, f"{key}.")
@@ -166,7 +170,7 @@ def flatten(tree: Mapping, config_class: type, origin: str, choices: Mapping[str
                 )
             leaves.append(Override(key, value, origin))
 
-    visit(tree, config_class, "")
+    visit(tree, config_class, within)
     return leaves
 
 
@@ -205,18 +209,17 @@ def resolve(
     return merged
 
 
-def _unknown(key: str, name: str, prefix: str, siblings: list[str], config_class: type, origin: str) -> str:
+def _unknown(key: str, name: str, prefix: str, siblings: list[str], everywhere: list[str], origin: str) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:
         advice = f"Did you mean {prefix + close[0]!r}?"
     else:
-        everywhere = list(leaf_keys(config_class))
         same_leaf = [other for other in everywhere if other.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
         best = difflib.get_close_matches(key, same_leaf or everywhere, n=1, cutoff=0.0 if same_leaf else 0.5)
         where = f"{prefix.rstrip('.')!r} has" if prefix else "At the top there is"
-        advice = f"Did you mean {best[0]!r}?" if best else f"{where}: {', '.join(siblings)}."
+        advice = f"Did you mean {best[0]!r}?" if best else f"{where}: {', '.join(siblings) or 'no options'}."
     return f"unknown option {key!r} ({origin}). {advice}"
 
 

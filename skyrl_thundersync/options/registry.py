@@ -12,6 +12,8 @@ Nothing here imports torch, vLLM or SkyRL: a plugin names its heavy parts as "mo
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.options.types import MODULE_CLASS
 
 GROUP = "skyrl.plugins"
 
@@ -54,6 +57,40 @@ def load(path: str) -> Any:
     """The object that "module:attribute" names."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_class(path: str, said: str) -> Any:
+    """What "module:Class" names, of a user's or a package's own; the working folder is looked into last.
+
+    A console script does not look there, `python -m` does; Ray's processes look where their driver was started.
+
+    Args:
+        said: the option and its value, for errors.
+
+    Raises:
+        ConfigError: it is not written so, the module cannot be imported, or holds nothing of that name.
+    """
+    module, colon, attribute = path.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"{said}: a class of one's own is named {MODULE_CLASS}, for example mine:Mine")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = import_module(module)
+    except Exception as error:  # whatever somebody else's module raises
+        raise ConfigError(
+            f"{said}: the module {module!r} cannot be imported: {type(error).__name__}: {error}. It must be installed, on "
+            f"PYTHONPATH, or in the working folder ({os.getcwd()})."
+        ) from error
+    if not hasattr(found, attribute):
+        names = [name for name, held in vars(found).items() if isinstance(held, type) and held.__module__ == module]
+        raise ConfigError(f"{said}: {found.__file__} holds no {attribute!r}. {nearest(attribute, names)}")
+    return getattr(found, attribute)
+
+
+def offered(group: str) -> dict[str, str]:
+    """What installed packages offer in an entry-point group: "module:attribute" by name; nothing is imported."""
+    return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
 def available() -> dict[str, EntryPoint]:

@@ -1,14 +1,20 @@
 """The typed `thundersync.*` block of a run's configuration. Every option says what it is and what it costs."""
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import yaml
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
-OBJECTIVES = ("opd", "grpo")
+OBJECTIVES = {
+    "opd": "skyrl_thundersync.objectives.opd:Opd",
+    "grpo": "skyrl_thundersync.objectives.grpo:Grpo",
+    "mixed": "skyrl_thundersync.objectives.mixed:Mixed",
+}
+OBJECTIVE_POINTS = "skyrl_thundersync.objectives"
+"""The entry-point group in which packages offer objectives of their own."""
 ADVANTAGE_LAWS = ("population", "sample", "dr_grpo", "rloo")
 
 
@@ -70,7 +76,8 @@ class TeacherConfig:
 
 @dataclass
 class GrpoConfig:
-    """Group-relative advantages, for `thundersync.objective=grpo`. A sample's weight is spread evenly over its tokens."""
+    """Group-relative advantages, for objectives that weigh rewards so: grpo, which spreads a sample's weight evenly over its
+    tokens, and mixed, where each token has it."""
 
     law: str = "population"
     """A_i from the group's rewards: "population": (r - mean) / (population std + epsilon), the paper's; "sample": the same
@@ -140,7 +147,12 @@ class ThunderSyncConfig:
     """Everything that is this plugin's own."""
 
     objective: str = "opd"
-    """"opd": reverse KL to a frozen teacher on sampled tokens, one source a turn. "grpo": group-relative rewards."""
+    """"opd": reverse KL to a frozen teacher on sampled tokens, one source a turn. "grpo": group-relative rewards. "mixed":
+    both, A_t = β (log π_T − log π_θ) + γ Â_i with options `beta` and `gamma`, over the batch's tokens. Or the name of an
+    installed package's (entry points `skyrl_thundersync.objectives`), or a class of your own (docs/library.md)."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective: the fields of its class, checked as all options are. opd and grpo have none here; mixed has
+    `beta` and `gamma`, both 1."""
     schedule: str = "thundersync"
     """"thundersync": each source as soon as it is ready. "group": when its group's last trajectory closed. "sync": after the
     last rollout. The update is the same."""

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+MODULE_CLASS = "module:Class"
+"""How a class of one's own is named."""
 _LISTS_TYPED_AS_STR = (".lora.target_modules", ".lora.exclude_modules", "trainer.logger")
 """Where SkyRL's type says text: lists that SkyRL takes, and the loggers, of which this plugin takes several."""
 
@@ -89,8 +91,11 @@ def _describe(kind: Any) -> str:
 
 
 def not_a_choice(value: object, allowed: tuple[str, ...]) -> str | None:
-    """What of an option's value, or of its list, is none of `allowed`; None when everything is."""
-    if value is None:
+    """What of an option's value, or of its list, is none of `allowed`; None when everything is.
+
+    Where `MODULE_CLASS` is allowed, anything with a colon is: whether there is such a class is for its importer to say.
+    """
+    if value is None or (MODULE_CLASS in allowed and ":" in str(value)):
         return None
     given = value if isinstance(value, list) else [value]
     return next((str(one) for one in given if one not in allowed), None if given else "[]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.engines.thread import kv_cache_gib
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.schema import learner_ranks, uses_cuda
 from skyrl_thundersync.preflight.models import model_config, model_parameters, served_bytes
 from skyrl_thundersync.process.check import Check
@@ -27,7 +28,7 @@ def memory(cfg: TrainConfig) -> Check:
     """An estimate per part of the split, against what the machine has now. Activations come on top, on GPUs K/V too.
 
     A learner rank: weights; on the host an FP32 gradient of what is trained (twice for the exact accumulator, and two more a
-    GRPO group with statistics); masters and moments, 12 bytes a trained parameter, shared among ranks, on the device
+    group with statistics); masters and moments, 12 bytes a trained parameter, shared among ranks, on the device
     unless offloaded. Replicas: weights.
     Without GPUs all of it is host memory, with the K/V caches; each process takes `PROCESS` beside.
     """
@@ -38,7 +39,7 @@ def memory(cfg: TrainConfig) -> Check:
         return Check("memory of the split", (), "not known: a model is not on this machine yet")
     learner_device, learner_host, rollout, teacher = sizes
     engines = cfg.generator.inference_engine.num_engines
-    teachers = cfg.thundersync.teacher.replicas if cfg.thundersync.objective == "opd" else 0
+    teachers = cfg.thundersync.teacher.replicas if of(cfg.thundersync).needs_teacher else 0
     ranks = learner_ranks(cfg)
     text = f"learner {_gib(learner_device)} + {_gib(learner_host)} host a rank, rollout {_gib(rollout)} a replica"
     text += f", teacher {_gib(teacher)} a replica" if teachers else ""
@@ -74,7 +75,7 @@ def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, flo
     ts = cfg.thundersync
     parameters = model_parameters(cfg.trainer.policy.model.path)
     width = {"bfloat16": 2, "float16": 2, "float32": 4}
-    teacher = served_bytes(ts.teacher.model, width[ts.teacher.dtype]) if ts.objective == "opd" else 0
+    teacher = served_bytes(ts.teacher.model, width[ts.teacher.dtype]) if of(ts).needs_teacher else 0
     if parameters is None or teacher is None:
         return None
     lora = cfg.trainer.policy.model.lora.rank
@@ -86,7 +87,7 @@ def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, flo
         trained = cost(model_config(cfg.trainer.policy.model.path), lora).adapter / 2
     state = 12 * trained / ranks
     sums = 2 if ts.learner.accumulator == "exact" else 1
-    if ts.objective == "grpo":
+    if of(ts).needs_group:
         sums += 2 * ts.grpo.admission_cap
     device = parameters * width[ts.learner.dtype] + (0 if ts.learner.offload_optimizer else state)
     host = 4 * trained * sums + (state if ts.learner.offload_optimizer else 0)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from skyrl_thundersync.errors import ConfigError
+from skyrl_thundersync.objectives.registry import of
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
@@ -25,7 +26,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 def models(cfg: TrainConfig) -> dict[str, str]:
     """Option -> folder or hub name, for every model of the run."""
     named = {"trainer.policy.model.path": cfg.trainer.policy.model.path}
-    if cfg.thundersync.objective == "opd":
+    if of(cfg.thundersync).needs_teacher:
         named["thundersync.teacher.model"] = cfg.thundersync.teacher.model
     return named
 

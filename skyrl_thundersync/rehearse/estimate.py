@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Phase
 from skyrl_thundersync.rehearse.devices import DISK, GIB, GPUS_A_NODE, HOST_MEMORY, HOST_THREAD, NETWORK, SPARE, Gpu
 from skyrl_thundersync.rehearse.learner import APPEND, FINISH, GROUP, PHASES, PROMPT, SWEEP, Rank, rehearse_rank
@@ -118,7 +119,7 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     published = trained / 2 if adapter else weights
     engines = cfg.generator.inference_engine
     replicas = [_replica("rollout", student, engines.gpu_memory_utilization, gpus_per_engine(cfg), gpu, 2.0)]
-    if ts.objective == "opd":
+    if of(ts).needs_teacher:
         teacher = architecture("thundersync.teacher.model", ts.teacher.model)
         replicas.append(_replica("teacher", teacher, 0.9, 1, gpu, 1.0 if teacher.quantised else 2.0))
     learner_s = sum(row.times * row.seconds for row in rows if row.name != FINISH)

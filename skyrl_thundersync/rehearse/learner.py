@@ -25,7 +25,7 @@ from skyrl_thundersync.learner.state_budget import StateBudget
 from skyrl_thundersync.learner.states import SPAN, Adjoint
 from skyrl_thundersync.learner.student import prepared
 from skyrl_thundersync.learner.sweep import Forest
-from skyrl_thundersync.objectives import OBJECTIVES
+from skyrl_thundersync.objectives import registry
 from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Accounting, Phase, rehearsing
 from skyrl_thundersync.rehearse.devices import Gpu
@@ -184,7 +184,7 @@ def _whole_size(one: GraphSize, two: GraphSize, times: int) -> GraphSize:
 
 
 def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
-    learner, phases, objective = rank.learner, {}, OBJECTIVES[rank.objective]()
+    learner, phases, objective = rank.learner, {}, registry.build(rank.objective)
     if objective.needs_group:
         law = objective.affine(workload.rewards, workload.rewards[0])  # of values, which there are none of within
         objective.affine = lambda rewards, origin: law
@@ -202,7 +202,7 @@ def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
         budget = GraphBudget(segments, int(learner.retain_gib * 2**30))
         forest = Forest(segments, objective, learner.block_tokens, budget, accumulator)
         accounting.tag = "staging"
-        for work in workload.works(rank.objective):
+        for work in workload.works(objective):
             name = phase_of(work)
             with accounting.counting(name) as phase:
                 if isinstance(work, Append):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from skyrl_thundersync.objectives.contract import Objective
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work
 
 CONTEXT, ACTION = 512, 256
@@ -39,10 +40,10 @@ class Workload:
             context = min(CONTEXT, max(0, left - 1))
             left -= context
 
-    def works(self, objective: str) -> Iterator[Work]:
+    def works(self, objective: Objective) -> Iterator[Work]:
         """One trajectory of one group as learner work, its group's close last.
 
-        Under "grpo" a second sample without a turn gives the group two different rewards, so that it has a gradient.
+        Under a group objective a second sample without a turn gives the group two different rewards: it has a gradient.
         """
         trajectory, length = TrajectoryId("g", 0), 0
         for turn, (context, action) in enumerate(self._turns()):
@@ -50,8 +51,8 @@ class Workload:
                 trajectory, turn, length, (1,) * context, (1,) * action, (1,) * action, (0.0,) * action, "stop", 0
             )
             length += context + action
-            yield Append(source, (0.0,) * action if objective == "opd" else None)
+            yield Append(source, (0.0,) * action if objective.needs_teacher else None)
         yield CloseTrajectory(trajectory, self.rewards[0])
-        if objective == "grpo":
+        if objective.needs_group:
             yield CloseTrajectory(TrajectoryId("g", 1), self.rewards[1])
         yield CloseGroup("g")

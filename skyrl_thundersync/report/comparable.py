@@ -8,7 +8,12 @@ from typing import Any
 from skyrl_thundersync.telemetry.rundata import RunData
 
 SAME_WORK = {
-    "objective": ("thundersync.objective", "thundersync.grpo.law", "thundersync.grpo.epsilon"),
+    "objective": (
+        "thundersync.objective",
+        "thundersync.objective_options",
+        "thundersync.grpo.law",
+        "thundersync.grpo.epsilon",
+    ),
     "model": (
         "trainer.policy.model.path",
         "trainer.policy.model.lora",

@@ -9,6 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from skyrl_thundersync import theory
+from skyrl_thundersync.objectives.contract import NONE
+from skyrl_thundersync.objectives.registry import find
+from skyrl_thundersync.options.schema import OBJECTIVES
 from skyrl_thundersync.report.comparable import incomparable, other_means
 from skyrl_thundersync.report.page import card, figure, page, table
 from skyrl_thundersync.report.svg import Chart, legend, number
@@ -219,8 +222,8 @@ def _release(runs: list[RunData]) -> str:
 
 
 def _fitted_law(run: RunData, u: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, str] | None:
-    """The paper's OPD law with γ and δ fitted; None for schedules that release everything late, and for GRPO."""
-    if run.schedule != "thundersync" or run.config["thundersync"]["objective"] != "opd":
+    """The paper's OPD law with γ and δ fitted; None for schedules that release everything late, and where rewards count."""
+    if run.schedule != "thundersync" or not _by_turns(run.config["thundersync"]["objective"]):
         return None
     trajectories = run.config["trainer"]["train_batch_size"] * run.config["generator"]["n_samples_per_prompt"]
     turns = max(1, round(run.mean("thundersync/n_sources") / trajectories))
@@ -232,6 +235,11 @@ def _fitted_law(run: RunData, u: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
     return laws[
         best
     ], f"dashed: the paper's OPD law, a = {turns} turns, γ = {gamma:.1f}, δ = {delta:.1f}, off by ≤ {gap:.2f}"
+
+
+def _by_turns(objective: str) -> bool:
+    """Whether its turns are released one by one, as the law has it. Of a user's own class that may not be here: unknown."""
+    return objective in OBJECTIVES and find(objective).rewards == NONE
 
 
 def _thumbnail(run: RunData) -> str:

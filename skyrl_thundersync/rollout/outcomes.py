@@ -4,12 +4,12 @@
 |---|---|
 | trained | its tokens are learned from, with the reward that grading gave |
 | zero | its tokens are learned from, with reward 0 |
-| masked | it has no part in its group's baseline nor in the gradient (GRPO: a sample without a reward) |
+| masked | it has no part in its group's baseline nor in the gradient: a sample without a reward |
 | retried | it is rolled out again, `retries` times; then the run stops |
 | stop | the run stops with the error |
 
 A source that was released is not taken back. Hence "retried" is only for what fails before the first turn is sampled, and
-"masked" only for objectives whose sources wait for the trajectory's end: turns of OPD are released as they are sampled.
+"masked" only for objectives of which rewards weigh all (GRPO): turns of OPD are learned from whatever their reward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ALLOWED = {
 """Dispositions that each outcome may have."""
 
 _RELEASED = (
-    "what was released to the learner is not taken back, so it cannot be retried, nor masked under OPD, whose turns are "
-    "released as they are sampled"
+    "what was released to the learner is not taken back, so it cannot be retried, nor masked where turns are learned "
+    "from without a reward, as under OPD"
 )
 WHY = {
     "start_failed": "it happens before the first turn, when there is nothing to learn from",
@@ -58,9 +58,9 @@ _FROM_METRICS = (  # the first that applies
 )
 
 
-def allowed(outcome: str, objective: str) -> tuple[str, ...]:
-    """Dispositions that `outcome` may have under "opd" or "grpo"."""
-    return tuple(d for d in ALLOWED[outcome] if d != "masked" or objective == "grpo")
+def allowed(outcome: str, by_reward: bool) -> tuple[str, ...]:
+    """Dispositions that `outcome` may have. by_reward: the reward weighs all that a trajectory's gradient is made of."""
+    return tuple(d for d in ALLOWED[outcome] if d != "masked" or by_reward)
 
 
 def outcome_of(env_metrics: Mapping[str, Any]) -> str | None:

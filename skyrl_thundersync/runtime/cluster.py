@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError
 from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.learner.answers import Content, Finish, RankStats, Shards, Written
+from skyrl_thundersync.objectives import registry as objectives
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import longest_sampled
 from skyrl_thundersync.process.check import Check, require
@@ -131,7 +132,7 @@ class Cluster:
             model = self._cfg.trainer.policy.model.path
             self._target = self._replicas = self._host.client(replicas, tokenizer, model, self._display.say)
         self.ranks = self._learners.ranks()
-        if self._cfg.thundersync.objective == "opd":
+        if objectives.of(self._cfg.thundersync).needs_teacher:
             self._teacher = self._start_teacher(logs)
         rng = random.Random(self._cfg.trainer.seed)
         self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]

@@ -28,6 +28,7 @@ from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.answers import Written
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, RankSpec
 from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.objectives import registry as objectives
 from skyrl_thundersync.options.schema import learner_ranks, lora_settings, optimizer_settings
 from skyrl_thundersync.process.durable import NotWrittenError
 from skyrl_thundersync.stream.sources import Work, WorkDone
@@ -200,9 +201,7 @@ class Learners:
                     lora=lora_settings(self._cfg),
                     device=self._device,
                     log_path=str(self._logs / f"learner-{rank}.log"),
-                    objective_settings={"law": ts.grpo.law, "epsilon": ts.grpo.epsilon}
-                    if ts.objective == "grpo"
-                    else {},
+                    objective_settings=vars(objectives.of(ts)),
                 )
             )
             for rank in range(self._world)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_thundersync.objectives import registry as objectives
 from skyrl_thundersync.preflight.models import model_folder
 from skyrl_thundersync.process.durable import sha256
 from skyrl_thundersync.runtime.checkpoint import CheckpointError, choose, read
@@ -38,13 +39,15 @@ WINDOWS, WINDOW = 256, 1 << 12
 def run_facts(cfg: TrainConfig) -> dict[str, Any]:
     """Options that a resumed run must share: without them the data order, the objective or the adapter would change."""
     ts, policy = cfg.thundersync, cfg.trainer.policy
-    lora, grpo = policy.model.lora, ts.objective == "grpo"
+    lora, objective = policy.model.lora, objectives.of(ts)
+    values = vars(objective)
     targets = lora.target_modules
     return {
         "thundersync.objective": ts.objective,
-        "thundersync.teacher.model": None if grpo else identity(ts.teacher.model),
-        "thundersync.grpo.law": ts.grpo.law if grpo else None,
-        "thundersync.grpo.epsilon": ts.grpo.epsilon if grpo else None,
+        "thundersync.objective_options": {name: values[name] for name in values if name not in objectives.OF_THE_GROUP},
+        "thundersync.teacher.model": identity(ts.teacher.model) if objective.needs_teacher else None,
+        "thundersync.grpo.law": values.get("law"),
+        "thundersync.grpo.epsilon": values.get("epsilon"),
         "trainer.policy.optimizer_config.adam_betas": list(policy.optimizer_config.adam_betas),
         "trainer.seed": cfg.trainer.seed,
         "trainer.train_batch_size": cfg.trainer.train_batch_size,

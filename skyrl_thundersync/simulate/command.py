@@ -153,18 +153,19 @@ def of_config(arguments: list[str]) -> tuple[dict, dict]:
     """What a run's configuration says of the batch and of the machine; speeds, lengths and times it does not know."""
     from skyrl_thundersync.hosts.skyrl.compose import build_config
     from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
+    from skyrl_thundersync.objectives.registry import of
     from skyrl_thundersync.options.schema import learner_ranks
     from skyrl_thundersync.process.quiet import quiet_imports
 
     with Console(stderr=True).status("reading the configuration"), quiet_imports():
         cfg = build_config(arguments)
         apply_host_defaults(cfg)
-    engine, opd = cfg.generator.inference_engine, cfg.thundersync.objective == "opd"
+    engine = cfg.generator.inference_engine
     workload = {"groups": cfg.trainer.train_batch_size, "samples": cfg.generator.n_samples_per_prompt}
     machine = {
         "ranks": learner_ranks(cfg),
         "replicas": engine.num_engines,
-        "teachers": cfg.thundersync.teacher.replicas if opd else 0,
+        "teachers": cfg.thundersync.teacher.replicas if of(cfg.thundersync).needs_teacher else 0,
         "slots": engine.max_num_seqs,
         "block_tokens": cfg.thundersync.learner.block_tokens,
     }

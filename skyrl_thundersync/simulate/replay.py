@@ -11,6 +11,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from skyrl_thundersync.objectives.contract import GROUP
+from skyrl_thundersync.objectives.registry import find
 from skyrl_thundersync.simulate.machines import Machine
 from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
@@ -53,8 +55,8 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             f"{run_dir} was recorded under the schedule {run.schedule!r}: its work was released at a barrier, and when it "
             f"was ready is not known. Record with thundersync.schedule=thundersync"
         )
-    grpo = run.objective == "grpo"
-    policy = Policy(statistics_cap=run.grpo.admission_cap if grpo else None)
+    grouped = find(run.objective).rewards == GROUP
+    policy = Policy(statistics_cap=run.grpo.admission_cap if grouped else None)
     rows = {int(row["thundersync/policy_version"]): row for row in read_metrics(run_dir) if "timing/update" in row}
     recordings = []
     for batch in load_batches(run_dir / "record"):
@@ -67,7 +69,7 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             machine,
             ranks=run.learner.ranks or max(batch.ranks) + 1,
             block_tokens=run.learner.block_tokens,
-            sweep_at_close=not (grpo and run.learner.accumulator == "exact"),
+            sweep_at_close=not (grouped and run.learner.accumulator == "exact"),
             suffix_s=row["timing/suffix"] + row["timing/host"],
         )
         times = (row["timing/rollout"], row["timing/update"], row["timing/learner_busy"])

@@ -17,6 +17,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 from skyrl_gym.envs.registration import registry
 
 from skyrl_thundersync.sandbox.base import SandboxLost, StartError
+from skyrl_thundersync.tasks import environments
 from skyrl_thundersync.tasks.schema import TaskError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class GuardedEnv(BaseTextEnv):
         self._finished = False
         self._crashed = self._lost = False
         try:
+            environments.require(self._guard.env_class)
             self._env = skyrl_gym.make(self._guard.env_class, env_config=self._guard.env_config, extras=extras)
         except TaskError:
             raise

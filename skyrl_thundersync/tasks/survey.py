@@ -13,12 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.options.registry import nearest
-from skyrl_thundersync.tasks import schema
+from skyrl_thundersync.tasks import environments, schema
+from skyrl_thundersync.tasks.environments import TERMINAL
 from skyrl_thundersync.tasks.rows import SUFFIXES, is_hub_name, read_rows
 from skyrl_thundersync.tasks.scripts import unparsable
 
-TERMINAL = "terminal"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GYM_NEEDS = {
     "aime": ("reward_model.ground_truth",),
@@ -125,20 +126,16 @@ class RowChecks:
     """What any row must hold for SkyRL, and for its environment."""
 
     def __init__(self, env_class: str) -> None:
-        import skyrl_gym
-
         self._default = env_class
-        self._environments = sorted({*skyrl_gym.registry, TERMINAL})
+        self._problems: dict[str, str | None] = {}
 
     def check(self, row: Mapping[str, Any], trained: bool) -> tuple[schema.TaskRow | None, list[tuple[str, str]]]:
         """The task, where it is a whole one of the terminal environment; and (field, what is wrong)."""
         problems = list(prompt_problems(row.get("prompt")))
         name = row.get("env_class")
         name = self._default if name is None else name
-        if name not in self._environments:
-            problems.append(
-                ("env_class", f"{name!r} is not registered with skyrl_gym. {nearest(str(name), self._environments)}")
-            )
+        if problem := self._unknown(str(name)):
+            problems.append(("env_class", problem))
             return None, problems
         if name != TERMINAL:
             return None, problems + list(_gym_problems(row, GYM_NEEDS.get(name, ())))
@@ -146,6 +143,14 @@ class RowChecks:
         if task is not None and trained and task.collect:
             wrong.append(("collect", "is for evaluation: what is graded elsewhere has no reward here"))
         return task, problems + wrong
+
+    def _unknown(self, name: str) -> str | None:
+        if name not in self._problems:
+            try:
+                self._problems[name] = environments.require(name)
+            except ConfigError as error:
+                self._problems[name] = str(error).removesuffix(".")
+        return self._problems[name]
 
 
 def prompt_problems(prompt: Any) -> Iterator[tuple[str, str]]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from skyrl_thundersync.objectives.contract import Objective
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, group_of
 from skyrl_thundersync.telemetry.record import Batch
 from skyrl_thundersync.verify.reference import (
     Gradient,
-    Objective,
     difference,
     dot,
     feeds_cut_states,

@@ -16,6 +16,7 @@ import torch
 
 from skyrl_thundersync.learner.precision import all_double
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
+from skyrl_thundersync.objectives.contract import Objective
 from skyrl_thundersync.options.schema import OptimizerSettings
 from skyrl_thundersync.stream.sources import CloseGroup
 from skyrl_thundersync.telemetry.record import Batch, load_batches
@@ -24,7 +25,6 @@ from skyrl_thundersync.verify import planted as faults
 from skyrl_thundersync.verify.diagnose import Finding, check_release, diagnose
 from skyrl_thundersync.verify.reference import (
     Gradient,
-    Objective,
     difference,
     dot,
     gradient,
@@ -75,7 +75,7 @@ def report(run_folder: Path, limit: int = 10, kind: str | None = None) -> dict:
     findings = [finding for batch in seen for finding in check_release(batch)]
     result = {
         "run": str(run_folder),
-        "objective": run.objective.name,
+        "objective": run.objective_name,
         "lora": run.lora is not None,
         "ranks": run.world,
         "plant": kind,

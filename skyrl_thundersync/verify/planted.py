@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_thundersync.learner.rank import LearnerRank
 from skyrl_thundersync.learner.states import Adjoint
+from skyrl_thundersync.objectives.contract import Objective
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work
 from skyrl_thundersync.telemetry.record import Batch
-from skyrl_thundersync.verify.reference import Objective, weights
+from skyrl_thundersync.verify.reference import silent
 
 PLANTS = {
     "source-twice": "one source is released twice, the second time as a further turn, so that no guard refuses it",
@@ -84,10 +85,10 @@ def plant(kind: str, batch: Batch, objective: Objective) -> Plant:
     """
     if kind not in PLANTS:
         raise ValueError(f"unknown fault {kind!r}; known are {', '.join(PLANTS)}")
-    factor = weights(batch, objective)
+    without = silent(batch, objective)
     scored: dict[TrajectoryId, int] = {}
     for work in batch.work:
-        if isinstance(work, Append) and work.source.n_scored and (not factor or factor.get(work.source.trajectory)):
+        if isinstance(work, Append) and work.source.n_scored and work.source.trajectory not in without:
             scored[work.source.trajectory] = scored.get(work.source.trajectory, 0) + 1
     victims = [trajectory for trajectory, sources in scored.items() if sources > 1]
     if not victims:

@@ -1,7 +1,7 @@
 """The gradient of a recorded batch by the textbook: whole sequences, stock attention, one plain autograd backward each.
 
 Shares no code with the learner: no cut states, no segments, no packing, no accumulator, no hooks, no statistics. It is what
-the streamed gradient is checked against, for OPD and for GRPO under each of its advantage laws.
+the streamed gradient is checked against. Of the objective it takes the plain statement alone, `plain_weights`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM
 
+from skyrl_thundersync.objectives.contract import GROUP, Objective, PlainToken
+from skyrl_thundersync.objectives.textbook import textbook_advantages
 from skyrl_thundersync.options.schema import LoraSettings
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory, TrajectoryId
 from skyrl_thundersync.telemetry.record import Batch
@@ -20,27 +22,15 @@ from skyrl_thundersync.telemetry.record import Batch
 Gradient = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What is differentiated. `law` and `epsilon` are GRPO's."""
-
-    name: str
-    law: str = "population"
-    epsilon: float = 1e-6
-
-    @property
-    def divides_by_tokens(self) -> bool:
-        """Whether the batch's gradient is the sum ÷ N_k (OPD), or the sum itself (GRPO)."""
-        return self.name == "opd"
-
-
 @dataclass
 class Sequence:
-    """One branch of a trajectory: its token ids and, by position of a scored token in it, log π_T and the source's turn."""
+    """One branch of a trajectory: its token ids and, by position of a scored token in it, log π_T, the sampler's log-prob and
+    the source's turn."""
 
     trajectory: TrajectoryId
     ids: list[int] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)
+    sampler: dict[int, float] = field(default_factory=dict)
     turns: dict[int, int] = field(default_factory=dict)
 
 
@@ -86,44 +76,54 @@ def sequences(batch: Batch) -> list[Sequence]:
             held = current[source.trajectory] = Sequence(source.trajectory, held.ids[: source.prefix])
         held.ids.extend(source.context_ids)
         scores = work.scores if work.scores is not None else [0.0] * len(source.action_ids)
-        for token, scored, score in zip(source.action_ids, source.mask, scores, strict=True):
+        for token, scored, score, sampler in zip(
+            source.action_ids, source.mask, scores, source.sampler_logps, strict=True
+        ):
             if scored:
                 held.scores[len(held.ids)] = score
+                held.sampler[len(held.ids)] = sampler
                 held.turns[len(held.ids)] = source.turn
             held.ids.append(token)
     return done + list(current.values())
 
 
-def weights(batch: Batch, objective: Objective) -> dict[TrajectoryId, float]:
-    """What multiplies Σ_t log π_θ of each trajectory: A_i / (m |M_i|) under GRPO. Empty under OPD, where tokens have it."""
-    if objective.name == "opd":
-        return {}
-    rewards: dict[str, dict[TrajectoryId, float]] = {}
+@dataclass(frozen=True)
+class Facts:
+    """Of one trajectory of the finished batch, as `PlainToken` has them."""
+
+    reward: float | None
+    rewards: tuple[float | None, ...]
+    advantage: float
+    m: int
+    n_scored: int
+
+
+def facts(batch: Batch, objective: Objective) -> dict[TrajectoryId, Facts]:
+    """Of every trajectory that closed. Advantages are those of the law that the objective names, 0 where it names none."""
+    rewards: dict[str, dict[TrajectoryId, float | None]] = {}
     tokens: dict[TrajectoryId, int] = {}
     for work in batch.work:
-        if isinstance(work, CloseTrajectory) and work.reward is not None:
+        if isinstance(work, CloseTrajectory):
             rewards.setdefault(work.trajectory.group, {})[work.trajectory] = work.reward
         elif isinstance(work, Append):
             tokens[work.source.trajectory] = tokens.get(work.source.trajectory, 0) + work.source.n_scored
-    found: dict[TrajectoryId, float] = {}
+    found: dict[TrajectoryId, Facts] = {}
     for group in rewards.values():
-        first = next(iter(group.values()))
-        group = {trajectory: reward - first for trajectory, reward in group.items()}  # no law depends on where 0 is
-        m, values = len(group), list(group.values())
-        mean = sum(values) / m
-        squares = sum((r - mean) ** 2 for r in values)
-        for trajectory, reward in group.items():
-            if m == 1 or max(values) == min(values):
-                advantage = 0.0
-            elif objective.law == "rloo":
-                advantage = reward - (sum(values) - reward) / (m - 1)
-            elif objective.law == "dr_grpo":
-                advantage = reward - mean
-            else:
-                std = (squares / (m - (objective.law == "sample"))) ** 0.5
-                advantage = (reward - mean) / (std + objective.epsilon)
-            found[trajectory] = advantage / m / max(1, tokens.get(trajectory, 0))
+        samples = sorted(group)
+        own = tuple(group[trajectory] for trajectory in samples)
+        law = getattr(objective, "law", None)
+        advantages = textbook_advantages(law, getattr(objective, "epsilon", 0.0), own)
+        m = sum(reward is not None for reward in own)
+        for trajectory, reward, advantage in zip(samples, own, advantages, strict=True):
+            found[trajectory] = Facts(reward, own, advantage, max(1, m), max(1, tokens.get(trajectory, 0)))
     return found
+
+
+def silent(batch: Batch, objective: Objective) -> set[TrajectoryId]:
+    """Trajectories without a gradient: the reward weighs all of it, and weighs nothing."""
+    if objective.has_loss or objective.rewards != GROUP:
+        return set()
+    return {trajectory for trajectory, known in facts(batch, objective).items() if known.advantage == 0.0}
 
 
 def gradient(model: torch.nn.Module, batch: Batch, objective: Objective) -> tuple[Gradient, int]:
@@ -131,11 +131,11 @@ def gradient(model: torch.nn.Module, batch: Batch, objective: Objective) -> tupl
 
     Divide by N_k where `objective.divides_by_tokens`. Leaves no `.grad` behind.
     """
-    factor, n_scored = weights(batch, objective), 0
+    known, n_scored = facts(batch, objective), 0
     model.zero_grad(set_to_none=True)
     for sequence in sequences(batch):
         n_scored += len(sequence.scores)
-        _backward(model, sequence, sorted(sequence.scores), factor)
+        _backward(model, sequence, sorted(sequence.scores), objective, known)
     return _take(model), n_scored
 
 
@@ -143,7 +143,7 @@ def source_gradients(
     model: torch.nn.Module, batch: Batch, objective: Objective
 ) -> Iterator[tuple[TrajectoryId, Gradient, dict[int, Gradient]]]:
     """Per trajectory: its part of `gradient`, and by turn the part of each source that has scored tokens."""
-    factor = weights(batch, objective)
+    known = facts(batch, objective)
     branches: dict[TrajectoryId, list[Sequence]] = {}
     for sequence in sequences(batch):
         branches.setdefault(sequence.trajectory, []).append(sequence)
@@ -152,27 +152,41 @@ def source_gradients(
         for turn in sorted({turn for sequence in own for turn in sequence.turns.values()}):
             model.zero_grad(set_to_none=True)
             for sequence in own:
-                _backward(model, sequence, [i for i, t in sorted(sequence.turns.items()) if t == turn], factor)
+                at = [i for i, t in sorted(sequence.turns.items()) if t == turn]
+                _backward(model, sequence, at, objective, known)
             parts[turn] = _take(model)
         if parts:
             whole = {name: sum(part[name] for part in parts.values()) for name in next(iter(parts.values()))}
             yield trajectory, whole, parts
 
 
-def _backward(model: torch.nn.Module, sequence: Sequence, at: list[int], factor: dict[TrajectoryId, float]) -> None:
-    """Add the gradient of the loss over the scored tokens at positions `at`."""
+def _backward(
+    model: torch.nn.Module,
+    sequence: Sequence,
+    at: list[int],
+    objective: Objective,
+    known: dict[TrajectoryId, Facts],
+) -> None:
+    """Add the gradient of the loss over the scored tokens at positions `at`: −Σ w ∇ log π_θ."""
     if not at:
         return
     device = next(model.parameters()).device
     ids_T, at_S = torch.tensor(sequence.ids, device=device), torch.tensor(at, device=device)
     logits_TV = model(input_ids=ids_T[None, :-1], use_cache=False).logits[0]
-    logp_S = torch.log_softmax(logits_TV, -1)[at_S - 1, ids_T[at_S]]
-    if factor:
-        loss = -factor.get(sequence.trajectory, 0.0) * logp_S.sum()
-    else:
-        teacher_S = torch.tensor([sequence.scores[i] for i in at], dtype=logp_S.dtype, device=device)
-        loss = -((teacher_S - logp_S.detach()) * logp_S).sum()
-    loss.backward()
+    logp_SV = torch.log_softmax(logits_TV, -1)[at_S - 1]
+    sampled = logp_SV.detach().gather(-1, ids_T[at_S, None])[:, 0].tolist()
+    weighed = [
+        (row, token, weight)
+        for row, (i, logp) in enumerate(zip(at, sampled, strict=True))
+        for token, weight in objective.plain_weights(
+            PlainToken(
+                sequence.ids[i], logp, sequence.sampler[i], sequence.scores[i], **vars(known[sequence.trajectory])
+            )
+        ).items()
+    ]
+    rows, tokens, weights = zip(*weighed, strict=True)
+    weights_W = torch.tensor(weights, dtype=torch.float64, device=device).to(logp_SV.dtype)
+    (-(weights_W * logp_SV[list(rows), list(tokens)]).sum()).backward()
 
 
 def _take(model: torch.nn.Module) -> Gradient:

@@ -21,6 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_thundersync.learner.answers import Step
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import free_port
+from skyrl_thundersync.objectives import registry as objectives
+from skyrl_thundersync.objectives.contract import Objective
 from skyrl_thundersync.options.schema import (
     LearnerConfig,
     LoraSettings,
@@ -33,7 +35,7 @@ from skyrl_thundersync.options.schema import (
 from skyrl_thundersync.stream.sources import CloseTrajectory, TrajectoryId, Work, group_of
 from skyrl_thundersync.telemetry.record import Batch
 from skyrl_thundersync.verify.planted import Plant
-from skyrl_thundersync.verify.reference import Gradient, Objective, fill_adapter
+from skyrl_thundersync.verify.reference import Gradient, fill_adapter
 
 STREAMED, SYNC = "streamed", "sync"
 
@@ -53,6 +55,7 @@ class RecordedRun:
     world: int
     learner: LearnerConfig
     adam: OptimizerSettings
+    objective_name: str
     objective: Objective
     lora: LoraSettings | None
     device: str
@@ -72,14 +75,15 @@ def read_run(folder: Path) -> RecordedRun:
     ts, model = cfg.thundersync, cfg.trainer.policy.model.path
     if not Path(model, "config.json").is_file():
         raise FileNotFoundError(f"{file} names the model folder {model}, which is not there any more")
-    law = {name: value for name, value in ts.get("grpo", {}).items() if name in ("law", "epsilon")}
+    options = objectives.settings(ts.objective, ts.get("grpo", {}), ts.get("objective_options", {}))
     known = LearnerConfig.__dataclass_fields__
     return RecordedRun(
         model=model,
         world=learner_ranks(cfg),
         learner=LearnerConfig(**{name: value for name, value in ts.learner.items() if name in known}),
         adam=optimizer_settings(cfg),
-        objective=Objective(ts.objective, **law),
+        objective_name=ts.objective,
+        objective=objectives.build(ts.objective, options),
         lora=lora_settings(cfg),
         device="cuda" if uses_cuda(cfg) else "cpu",
         gap_tolerance=ts.publish.tolerance,
@@ -190,7 +194,6 @@ def _update(side: str, batch: Batch) -> Updated:
 def _rank(
     run: RecordedRun, settings: LearnerConfig, index: int, world: int, port: int, optimizer: OptimizerSettings | None
 ) -> LearnerRank:
-    law = {} if run.objective.name == "opd" else {"law": run.objective.law, "epsilon": run.objective.epsilon}
     return LearnerRank(
         RankSpec(
             model_path=run.model,
@@ -199,11 +202,11 @@ def _rank(
             master_address="127.0.0.1",
             master_port=port,
             learner=settings,
-            objective=run.objective.name,
+            objective=run.objective_name,
             optimizer=optimizer,
             lora=run.lora,
             device=run.device,
-            objective_settings=law,
+            objective_settings=vars(run.objective),
         )
     )
 

@@ -11,9 +11,10 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 
+from skyrl_thundersync.objectives import registry
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, TrajectoryId, Work, group_of
 from skyrl_thundersync.telemetry.record import Batch, Recorder
-from skyrl_thundersync.verify.reference import Objective, weights
+from skyrl_thundersync.verify.reference import facts
 from tests.learner.plain import interleave, plain_gradient, plain_model, save_model, trajectory
 
 
@@ -105,12 +106,13 @@ def student(folder: str, lora: int) -> torch.nn.Module:
 
 def norm_of(model: torch.nn.Module, made: Batch, objective: str) -> float:
     """The gradient norm of a batch over what is trained, one whole context at a time (tests/learner/plain.py)."""
-    factor = weights(made, Objective(objective))
+    known = facts(made, registry.build(objective))
 
     def weight_of(work, logp_T):
-        return torch.full_like(logp_T, factor[work.source.trajectory])
+        of = known[work.source.trajectory]
+        return torch.full_like(logp_T, of.advantage / of.m / of.n_scored)
 
-    found, n = plain_gradient("", made.work, torch.float32, weight_of if factor else None, model=model)
+    found, n = plain_gradient("", made.work, torch.float32, weight_of if objective == "grpo" else None, model=model)
     norm = sum(float(g.square().sum()) for g in found.values()) ** 0.5
     return norm / n if objective == "opd" else norm
 

@@ -85,9 +85,11 @@ def settings(**changes) -> SimpleNamespace:
     )
 
 
-def make_rank(folder: str, objective: str = "opd", lora=None, law: str | None = None, **changes) -> LearnerRank:
-    """A rank that only accumulates. law: GRPO's."""
-    laws = {"law": law} if law else {}
+def make_rank(
+    folder: str, objective: str = "opd", lora=None, law: str | None = None, options: dict | None = None, **changes
+) -> LearnerRank:
+    """A rank that only accumulates. law: of the group's advantages. options: further ones of the objective."""
+    laws = ({"law": law} if law else {}) | (options or {})
     spec = RankSpec(folder, 0, 1, "127.0.0.1", 0, settings(**changes), objective, lora=lora, objective_settings=laws)
     return LearnerRank(spec)
 

@@ -298,10 +298,12 @@ def test_evaluation_knows_no_table(rollout):
 
 def test_under_opd_nothing_is_masked_and_nothing_that_was_sampled_is_ever_retried():
     for outcome, dispositions in ALLOWED.items():
-        assert "masked" not in allowed(outcome, "opd")
-        assert set(dispositions) - set(allowed(outcome, "opd")) <= {"masked"}
+        assert "masked" not in allowed(outcome, by_reward=False)
+        assert set(dispositions) - set(allowed(outcome, by_reward=False)) <= {"masked"}
         assert ("retried" in dispositions) == (outcome == "start_failed")
-        assert getattr(OutcomesConfig(), outcome) in allowed(outcome, "opd"), "defaults hold under every objective"
+        assert getattr(OutcomesConfig(), outcome) in allowed(outcome, by_reward=False), (
+            "defaults hold under every objective"
+        )
 
 
 def test_the_table_says_itself():

@@ -19,6 +19,7 @@ from skyrl_thundersync.harbor.policy_server import PolicyServer
 from skyrl_thundersync.harbor.trials import HarborTrials, TrialError, chat_agent, own_agent, read_trial
 from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
 from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
+from skyrl_thundersync.objectives.opd import Opd
 from skyrl_thundersync.options.schema import LearnerConfig, OutcomesConfig
 from skyrl_thundersync.quickstart.files import materialise
 from skyrl_thundersync.rollout.hook import TurnHook
@@ -31,7 +32,7 @@ from skyrl_thundersync.teacher.client import TeacherClient
 from skyrl_thundersync.teacher.scores import TeacherSpec
 from skyrl_thundersync.telemetry.record import Batch
 from skyrl_thundersync.trainer import Update
-from skyrl_thundersync.verify.reference import Objective, gradient, load_model, relative_error
+from skyrl_thundersync.verify.reference import gradient, load_model, relative_error
 
 ROOT = Path(__file__).parents[2]
 MINI = ROOT / "examples" / "terminal_bench" / "mini"
@@ -104,7 +105,7 @@ def test_harbor_trials_stream_into_an_update_with_the_textbooks_gradient(host, h
     assert update.done_before_rollouts_ended > 0, "turns were learned from while trials ran"
     assert update.ledger.n_scored == batch.n_scored == sum(trial.agent_tokens for trial in ended.values())
 
-    book, n_scored = gradient(load_model(student, torch.float64, None, "cpu"), batch, Objective("opd"))
+    book, n_scored = gradient(load_model(student, torch.float64, None, "cpu"), batch, Opd())
     assert n_scored == rank.n_scored == batch.n_scored
     assert relative_error({name: part.double() for name, part in rank.gradient().items()}, book) < 1e-5
 

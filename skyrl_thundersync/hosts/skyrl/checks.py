@@ -19,6 +19,7 @@ from skyrl_thundersync.hosts.skyrl import validate
 from skyrl_thundersync.hosts.skyrl.compose import build_config
 from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.loggers import logger_problems, names
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight import memory as split
 from skyrl_thundersync.preflight import models as inputs
@@ -211,6 +212,12 @@ def tokenizers(cfg: TrainConfig) -> Iterator[Check]:
         yield Check("teacher means the same tokens", tuple(problems))
 
 
+def objective(cfg: TrainConfig) -> Iterator[Check]:
+    from skyrl_thundersync.objectives.check import problems
+
+    yield Check("the objective keeps its contract", tuple(problems(of(cfg.thundersync))), cfg.thundersync.objective)
+
+
 def devices(cfg: TrainConfig) -> Iterator[Check]:
     if not uses_cuda(cfg):
         yield Check("devices", (), f"CPU, {os.cpu_count()} cores")
@@ -218,7 +225,7 @@ def devices(cfg: TrainConfig) -> Iterator[Check]:
     import torch
 
     needed = split.learner_ranks(cfg) + cfg.generator.inference_engine.num_engines * split.gpus_per_engine(cfg)
-    if cfg.thundersync.objective == "opd":
+    if of(cfg.thundersync).needs_teacher:
         needed += cfg.thundersync.teacher.replicas
     found = torch.cuda.device_count()
     problems = ()
@@ -240,4 +247,4 @@ def _models_there(cfg: TrainConfig) -> bool:
 Checks = Callable[["TrainConfig"], Iterator[Check]]
 
 LIGHT: tuple[Checks, ...] = (machine, options, folders, one_run, loggers, models, tasks, resume, disk, memory)
-HEAVY: tuple[Checks, ...] = (host_agrees, tokenizers, devices)
+HEAVY: tuple[Checks, ...] = (host_agrees, objective, tokenizers, devices)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS
 from skyrl_thundersync.hosts.skyrl.paths import placed
+from skyrl_thundersync.objectives import registry as objectives
 from skyrl_thundersync.options.choices import CHOICES
-from skyrl_thundersync.options.presets import own_presets, resolve, split_arguments
+from skyrl_thundersync.options.presets import Override, own_presets, resolve, split_arguments
+from skyrl_thundersync.options.schema import ThunderSyncConfig
 
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
@@ -34,6 +36,7 @@ def build_config(args: Sequence[str]) -> TrainConfig:
     if selectors.get("plugin", "thundersync") != "thundersync":
         raise ConfigError(f"+plugin={selectors['plugin']}: this is the entry point of the plugin thundersync")
     merged = resolve(args, TrainConfig, own_presets(), HOST_DEFAULTS, CHOICES)
+    _check_objective(merged)
     values = placed(merged)
     # One optimizer step per logical batch: SkyRL's mini batch is the whole batch unless somebody says otherwise.
     values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
@@ -42,3 +45,11 @@ def build_config(args: Sequence[str]) -> TrainConfig:
         return TrainConfig.from_cli_overrides(values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
+
+
+def _check_objective(merged: Mapping[str, Override]) -> None:
+    """Its class is there, and has the options that it is given. Raises ConfigError."""
+    named = merged.get("thundersync.objective")
+    given = merged.get(objectives.OPTIONS)
+    name = ThunderSyncConfig.objective if named is None else named.value
+    objectives.check_options(name, given.value if given else {}, given.origin if given else "")

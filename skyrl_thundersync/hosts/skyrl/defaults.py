@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
 
 HOST_DEFAULTS = {
-    # The objective is reverse KL to the teacher or group-relative reward, without a reference model.
+    # The objective is what `thundersync.objective` says, without a reference model.
     "trainer.algorithm.use_kl_loss": False,
     # Overlap needs learner, sampler and teacher on devices of their own.
     "trainer.placement.colocate_all": False,

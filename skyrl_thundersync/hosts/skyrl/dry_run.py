@@ -15,6 +15,7 @@ from skyrl_thundersync.errors import USAGE_ERROR
 from skyrl_thundersync.hosts.skyrl.checks import run_checks
 from skyrl_thundersync.hosts.skyrl.compose import build_config
 from skyrl_thundersync.hosts.skyrl.defaults import HOST_DEFAULTS, apply_host_defaults
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.choices import CHOICES
 from skyrl_thundersync.options.presets import own_presets, resolve
 from skyrl_thundersync.options.schema import learner_ranks, uses_cuda
@@ -114,7 +115,7 @@ def placement_table(cfg: TrainConfig) -> Table:
         f"{per_engine} GPU each" if device == "GPU" else placed,
         f"vLLM, {engine.model_dtype}, {cfg.trainer.train_batch_size} x {cfg.generator.n_samples_per_prompt} trajectories",
     )
-    if ts.objective == "opd":
+    if of(ts).needs_teacher:
         table.add_row(
             "teacher", _count(ts.teacher.replicas, "replica"), placed, f"{ts.teacher.backend}, {ts.teacher.dtype}"
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.rollout import outcomes
 
@@ -99,10 +100,10 @@ def _interval(option: str) -> Rule:
 def _outcome(name: str) -> Rule:
     return Rule(
         f"thundersync.outcomes.{name}",
-        lambda got, cfg: got in outcomes.allowed(name, cfg.thundersync.objective),
+        lambda got, cfg: got in outcomes.allowed(name, not of(cfg.thundersync).has_loss),
         outcomes.WHY[name],
         f"Set it to one of {', '.join(outcomes.ALLOWED[name])}"
-        + " (masked: GRPO only)" * ("masked" in outcomes.ALLOWED[name]),
+        + " (masked: where the reward weighs all, as under GRPO)" * ("masked" in outcomes.ALLOWED[name]),
     )
 
 
@@ -119,9 +120,7 @@ _LATE_MASK = "it changes loss masks after the batch closed, when early-released 
 _LATE_REWARD = "it changes rewards after a trajectory closed, when its gradient may already be summed"
 _ONE_STEP = "an update is exactly one optimizer step over the whole logical batch"
 _PREFIX = "only token-in-token-out multi-turn chat keeps every earlier token and mask unchanged when a turn is added"
-_NOT_THE_OBJECTIVE = (
-    "the objective is reverse KL to the teacher (opd) or the group-relative reward (grpo), nothing added"
-)
+_NOT_THE_OBJECTIVE = "the objective is what thundersync.objective says, nothing added"
 _OWN_DEVICES = "overlap needs the learner and the samplers on devices of their own"
 
 RULES: tuple[Rule, ...] = (
@@ -208,8 +207,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "trainer.algorithm.loss_reduction",
-        lambda got, cfg: cfg.thundersync.objective != "opd" or got == "token_mean",
-        "OPD divides by the number of scored tokens of the batch",
+        lambda got, cfg: not of(cfg.thundersync).divides_by_tokens or got == "token_mean",
+        "this objective divides by the number of scored tokens of the batch",
         "Set trainer.algorithm.loss_reduction=token_mean, or leave it out",
     ),
     Rule(
@@ -233,8 +232,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "thundersync.teacher.model",
-        lambda got, cfg: cfg.thundersync.objective != "opd" or bool(got),
-        "on-policy distillation needs a teacher",
+        lambda got, cfg: not of(cfg.thundersync).needs_teacher or bool(got),
+        "this objective needs a teacher",
         "Set thundersync.teacher.model to a model folder or hub name, or thundersync.objective=grpo",
     ),
     # The learner.

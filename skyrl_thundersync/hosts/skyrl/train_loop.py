@@ -8,6 +8,7 @@ side; its passes over the finished batch have nothing left to do; `train_critic_
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
 from skyrl_thundersync.hosts.skyrl.generator import GuardedGenerator
+from skyrl_thundersync.objectives.contract import NONE, OWN
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import model_config
 from skyrl_thundersync.process.heartbeat import doing
@@ -246,10 +249,15 @@ def peak_flops(cfg) -> float | None:
 
 
 def statistics_cap(cfg) -> int | None:
-    """Groups that may hold statistics on a rank: none under schedules that release a group when its rewards are known."""
-    ts = cfg.thundersync
-    if ts.objective != "grpo":
+    """Groups that may hold statistics on a rank: none under schedules that release a group when its rewards are known.
+
+    None where no reward is waited for; no limit where each trajectory waits for its own alone.
+    """
+    ts, objective = cfg.thundersync, of(cfg.thundersync)
+    if objective.rewards == NONE:
         return None
+    if objective.rewards == OWN:
+        return sys.maxsize
     return ts.grpo.admission_cap if ts.schedule == "thundersync" else 0
 
 

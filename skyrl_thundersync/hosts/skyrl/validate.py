@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.hosts.skyrl.rules import RULES, get
+from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.choices import CHOICES
 from skyrl_thundersync.options.registry import nearest
 from skyrl_thundersync.options.types import not_a_choice
@@ -19,6 +21,10 @@ def option_problems(cfg: TrainConfig) -> list[str]:
     for option, allowed in CHOICES.items():
         if (wrong := not_a_choice(value := get(cfg, option), allowed)) is not None:
             found.append(f"{option}={value!r}: must be one of {', '.join(allowed)}. {nearest(wrong, list(allowed))}")
+    try:
+        of(cfg.thundersync)
+    except ConfigError as error:  # what depends on it cannot be said
+        return [*found, str(error)]
     for rule in RULES:
         value = get(cfg, rule.option)
         if not rule.holds(value, cfg):
