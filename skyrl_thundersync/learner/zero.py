@@ -92,7 +92,12 @@ class ZeroOptimizer:
             is whole `UNIT`s: an element's update then has the same bits on any number of ranks.
         stage, offload, dtype: see `route`.
         settings: AdamW and its schedule.
+
+    Attributes:
+        group: of the ranks; None: the process's default one.
     """
+
+    group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -217,28 +222,28 @@ class ZeroOptimizer:
 
     def _norm(self, shard: torch.Tensor) -> float:
         square = shard.double().square().sum().to(self._device)
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         return float(square.sqrt())
 
     def _exact_norm(self, shard: torch.Tensor) -> float:
         """The same bits for any number of ranks: squares are summed in integers, which no partition can change."""
         largest = shard.abs().max().to(self._device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         if float(largest) == 0.0:
             return 0.0
         high, low = divmod(square_sum(shard, float(largest)), 2**32)
         parts = torch.tensor([high, low], dtype=torch.int64, device=self._device)
-        dist.all_reduce(parts)
+        dist.all_reduce(parts, group=self.group)
         high, low = parts.tolist()
         return root_of_squares(high * 2**32 + low, float(largest))
 
     def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks, on the host; `BUCKET` elements of each shard at a time."""
-        whole = flat.view(dist.get_world_size(), self.shard_size)
+        whole = flat.view(dist.get_world_size(self.group), self.shard_size)
         shard = torch.empty(self.shard_size, dtype=flat.dtype)
         for start in range(0, self.shard_size, BUCKET):
             part = whole[:, start : start + BUCKET].to(self._device).contiguous()
             out = torch.empty(part.shape[1], dtype=flat.dtype, device=self._device)
-            dist.reduce_scatter_single(out, part.view(-1))
+            dist.reduce_scatter_single(out, part.view(-1), group=self.group)
             shard[start : start + BUCKET] = out.cpu()
         return shard

@@ -6,14 +6,12 @@ AdamW on it, the rounded parameters written back and gathered from all ranks; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from skyrl_thundersync.learner.accumulate import Accumulator, Layout, contiguous_layout, trainable
+from skyrl_thundersync.learner.accumulate import Layout, contiguous_layout, trainable
 from skyrl_thundersync.learner.zero import ZeroOptimizer, route
 from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.rehearse.accounting import Accounting
@@ -22,22 +20,24 @@ ALIGNMENT = 2
 """Elements that DeepSpeed pads each rank's shard to, times the ranks."""
 
 
-@contextmanager
-def _alone(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks whose collectives move nothing."""
+def _alone(ranks: int) -> dist.ProcessGroup:
+    """A group of so many ranks whose collectives move nothing. No other code of this process sees it."""
+    from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    group, kind = dist.ProcessGroup(FakeStore(), 0, ranks), dist.ProcessGroup.BackendType.CUSTOM
+    backend = FakeProcessGroup._create_internal(0, ranks)
+    group._set_default_backend(kind)
+    for device in ("cpu", "meta"):
+        group._register_backend(torch.device(device), kind, backend)
+    return group
 
 
 class _Sharded:
     """DeepSpeed's ZeRO optimizer, as `ZeroOptimizer.step` sees it."""
 
-    def __init__(self, flat: torch.Tensor, shard: int, offload: bool):
+    def __init__(self, flat: torch.Tensor, shard: int, offload: bool, group: dist.ProcessGroup):
+        self._group = group
         self.bit16_groups_flat, self.averaged_gradients = [flat], {}
         where = "cpu" if offload else flat.device
         self._master = torch.zeros(shard, dtype=torch.float32, device=where)
@@ -56,7 +56,7 @@ class _Sharded:
         flat = self.bit16_groups_flat[0]
         own = flat[: self._master.numel()]
         own.copy_(self._master)
-        dist.all_gather_single(flat, own)
+        dist.all_gather_single(flat, own, group=self._group)
 
 
 def optimizer_of(accounting: Accounting, model: torch.nn.Module, learner: LearnerConfig, ranks: int) -> ZeroOptimizer:
@@ -70,15 +70,10 @@ def optimizer_of(accounting: Accounting, model: torch.nn.Module, learner: Learne
     for _, p, offset in places.places:
         p.data = flat[offset : offset + p.numel()].view(p.shape)
     optimizer = object.__new__(ZeroOptimizer)
+    optimizer.group = _alone(ranks)
     with accounting.tagged("optimizer"):
-        optimizer.optimizer = _Sharded(flat, shard, learner.offload_optimizer)
+        optimizer.optimizer = _Sharded(flat, shard, learner.offload_optimizer, optimizer.group)
     optimizer.route = route(learner.zero_stage, learner.offload_optimizer, learner.dtype)
     optimizer.settings, optimizer.layout = OptimizerSettings(), Layout(places.places, flat.numel())
     optimizer.shard_size, optimizer.schedule = shard, SimpleNamespace(step=lambda: None)
     return optimizer
-
-
-def finish(optimizer: ZeroOptimizer, accumulator: Accumulator, ranks: int) -> None:
-    """One step, of one rank."""
-    with _alone(ranks):
-        optimizer.step(accumulator, 1)

@@ -29,7 +29,7 @@ from skyrl_thundersync.objectives import registry
 from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST, Accounting, Phase, rehearsing
 from skyrl_thundersync.rehearse.devices import Gpu
-from skyrl_thundersync.rehearse.finish import finish, optimizer_of
+from skyrl_thundersync.rehearse.finish import optimizer_of
 from skyrl_thundersync.rehearse.models import Architecture, depths, transformers_config
 from skyrl_thundersync.rehearse.workload import ACTION, CONTEXT, Workload
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory, Work
@@ -217,7 +217,7 @@ def _run(rank: Rank, workload: Workload, layers: int) -> dict[str, Phase]:
             phases[name] = _joined(phases[name], phase) if name in phases else phase
         gc.collect()
         with accounting.counting(FINISH) as phases[FINISH]:
-            finish(optimizer, accumulator, rank.ranks)
+            optimizer.step(accumulator, 1)
     return phases
 
 

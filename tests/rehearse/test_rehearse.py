@@ -40,6 +40,14 @@ LEARNER = LearnerConfig(dtype="float32", block_tokens=256, retain_gib=0.001)
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.fixture(autouse=True)
+def in_a_rank_of_another_group():
+    """Where a rehearsal runs there may be a process group; it is neither used nor missed."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("fields", "retain_gib", "graph_gib", "objective"),
     [
