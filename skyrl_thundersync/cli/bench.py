@@ -1,4 +1,4 @@
-"""`skyrl-thundersync bench`: one configuration under sync, group and thundersync, update by update in one run.
+"""`skyrl bench`: one configuration under sync, group and thundersync, update by update in one run.
 
 Each round gives the same batch of tasks, from the same weights and seeds, to every schedule in turn
 (hosts/skyrl/interleaved.py), so that a machine whose speed drifts hits all of them. The first round is warm-up and dropped.

@@ -1,4 +1,4 @@
-"""`skyrl-thundersync data …`: from public task sets to files that `skyrl train` reads."""
+"""`skyrl data …`: from public task sets to files that `skyrl train` reads."""
 
 from __future__ import annotations
 

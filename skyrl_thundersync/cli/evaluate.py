@@ -1,4 +1,4 @@
-"""`skyrl-thundersync eval …`: pass@k of a model folder on terminal tasks, resumable."""
+"""`skyrl eval …`: pass@k of a model folder on terminal tasks, resumable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.table import Table
 
 HELP = """Evaluate a model on terminal tasks: independent attempts, pass@1, pass@3 and pass@5.
 
-    skyrl-thundersync eval +config=opd/quickstart -o runs/eval \\
+    skyrl eval +config=opd/quickstart -o runs/eval \\
         trainer.policy.model.path=runs/quickstart/exports/global_step_30/policy
 
 What `make quickstart` trained, on the tasks that were held out: at temperature 0, as the preset says, and so one attempt at
 each. Five of them, sampled:
 
-    skyrl-thundersync eval +config=opd/quickstart -o runs/eval-sampled --attempts 5 \\
+    skyrl eval +config=opd/quickstart -o runs/eval-sampled --attempts 5 \\
         trainer.policy.model.path=runs/quickstart/exports/global_step_30/policy generator.eval_sampling_params.temperature=1.0
 
 Options are a preset's, as for `skyrl train`: trainer.policy.model.path is the model (or an adapter that names its model),

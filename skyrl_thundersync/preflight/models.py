@@ -43,7 +43,7 @@ def model_problems(option: str, path: str | None) -> list[str]:
     if (base := adapter_base(folder)) is not None:
         return [
             f"{option}={path!r} holds a LoRA adapter over {base or 'a model that it does not name'}, not a model. Name that "
-            f"model here; to evaluate the adapter, `skyrl-thundersync eval --adapter {path}`."
+            f"model here; to evaluate the adapter, `skyrl eval --adapter {path}`."
         ]
     problems = []
     if not (folder / "config.json").is_file():

@@ -289,9 +289,9 @@ def command(
 
 command.__doc__ = f"""Predict step time, tail and memory of the schedules, in virtual time, with the scheduler that trains.
 
-    skyrl-thundersync simulate turns=30 skew=2 learner_rate=3000
+    skyrl simulate turns=30 skew=2 learner_rate=3000
 
-    skyrl-thundersync simulate +config=opd/qwen3.8-27b turns=40 --gpus 8
+    skyrl simulate +config=opd/qwen3.8-27b turns=40 --gpus 8
 
 +config=GROUP/NAME and a run's options, as for `train`, set what a configuration knows: groups, samples, ranks, replicas,
 teachers, slots, block_tokens. All else, and whatever is to be otherwise, is set by key=value. The keys, with their defaults:

@@ -10,7 +10,7 @@ from skyrl_thundersync.sandbox.docker_engine import DockerEngine
 from skyrl_thundersync.tasks.survey import NAMED, Places, Survey
 
 NAME = "images of the tasks"
-_GET_IT = "docker pull or build it; `skyrl-thundersync data images` builds those of prepared tasks."
+_GET_IT = "docker pull or build it; `skyrl data images` builds those of prepared tasks."
 
 
 def images_there(backend: str, configured: str, surveys: Sequence[Survey]) -> Check:

@@ -42,9 +42,7 @@ def test_docker_is_asked_once_for_each_image(tmp_path, monkeypatch):
     assert sorted(asked) == ["x:1", "y:1"]
     first, second = found.problems
     assert first.startswith(f"the Docker engine has no image 'x:1', named by 5 tasks: {tmp_path}/a.jsonl, line 2; ")
-    assert first.endswith(
-        "; and 2 more. docker pull or build it; `skyrl-thundersync data images` builds those of prepared tasks."
-    )
+    assert first.endswith("; and 2 more. docker pull or build it; `skyrl data images` builds those of prepared tasks.")
     assert f"'y:1', named by 1 tasks: {tmp_path}/a.jsonl, line 8" in second
     missing = images_there("docker", "z:1", [survey(tmp_path / "b.jsonl", {})])
     assert "'z:1', named by thundersync.sandbox.image" in missing.problems[0]
