@@ -1,5 +1,7 @@
 """Presets and options: what is merged, what is refused, and that a refusal names the origin and the nearest right name."""
 
+from pathlib import Path
+
 import pytest
 
 from skyrl_thundersync.errors import ConfigError
@@ -143,3 +145,24 @@ def test_host_defaults_leave_what_was_asked_for(arguments):
     once = repr(cfg)
     apply_host_defaults(cfg)
     assert repr(cfg) == once
+
+
+def paper_rows():
+    """(option, preset, value as written, reason) of each line of docs/paper.md."""
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "| `" in line]
+    for _what, _paper, option, presets, value, reason in cells:
+        for preset in presets.split(","):
+            yield pytest.param(option.strip("`"), preset.strip(" `"), value.strip("`"), reason, id=f"{option}-{preset}")
+
+
+@pytest.mark.parametrize(("option", "preset", "value", "reason"), paper_rows())
+def test_the_papers_table_is_what_presets_say(option, preset, value, reason):
+    leaves = merged(f"+config={preset}")
+    assert ("default" if option not in leaves else str(leaves[option].value)) == value
+    assert value != "default" or reason
+
+
+def test_every_preset_of_eight_gpus_is_in_the_papers_table():
+    named = {row.values[1] for row in paper_rows()}
+    assert {name for name in preset_names(own_presets()) if "qwen3.8" in name or "glm" in name} <= named
