@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import Workload
 from skyrl_thundersync.stream.placement import Placement
+from skyrl_thundersync.stream.release import WorkPolicy
 
 GRID = {"groups": (8, 24, 64), "turns": (4, 20), "skew": (1.0, 3.0), "ranks": (2, 4), "seed": (0, 1)}
 RHO = 0.9
@@ -43,13 +43,13 @@ class Row:
 def step_s(workload: Workload, machine: Machine, seed: int, growing: bool) -> float:
     """T_k of one update under thundersync, placed with open groups first (`growing`) or tokens first."""
     placement = Placement(machine.ranks, growing)
-    return direct(workload.rollouts(machine, seed), machine, Policy("thundersync"), placement).figures.step_s
+    return direct(workload.rollouts(machine, seed), machine, WorkPolicy("thundersync"), placement).figures.step_s
 
 
 def compare(groups: int, turns: int, skew: float, ranks: int, seed: int) -> Row:
     workload = Workload(groups=groups, samples=4, turns=turns, skew=skew)
     machine = Machine(ranks=ranks)
-    probe = direct(workload.rollouts(machine, seed), machine, Policy("sync")).figures
+    probe = direct(workload.rollouts(machine, seed), machine, WorkPolicy("sync")).figures
     machine = replace(machine, learner_rate=machine.learner_rate * probe.rho / RHO)
     by_groups, by_tokens = (step_s(workload, machine, seed, growing) for growing in (True, False))
     return Row(groups, turns, skew, ranks, seed, 100 * (by_tokens / by_groups - 1))

@@ -38,9 +38,10 @@ from skyrl_thundersync import theory
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY
 from skyrl_thundersync.report import curves
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Figures, Policy
+from skyrl_thundersync.simulate.meter import Figures
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import Workload
+from skyrl_thundersync.stream.release import WorkPolicy
 
 SHAPE = {
     "vocab_size": 512,
@@ -131,9 +132,9 @@ def fit(ranks: dict, configurations: list[Configuration], seed: int) -> tuple[di
             workload = configuration.workload(0.2)
             machine = machine_of(schedule, configuration.kept)
             # Cost is linear in the two kinds of token cost: simulate once with each alone, in the order of work as measured.
-            alone = direct(workload.rollouts(machine, seed + number), machine, Policy("sync"))
+            alone = direct(workload.rollouts(machine, seed + number), machine, WorkPolicy("sync"))
             past = replace(machine, past_tokens=1.0)
-            both = direct(workload.rollouts(past, seed + number), past, Policy("sync"))
+            both = direct(workload.rollouts(past, seed + number), past, WorkPolicy("sync"))
             token, pair = float(alone.service_s.sum()), float(both.service_s.sum())
             measured = measure(ranks[schedule, configuration.kept], workload.rollouts(machine, seed + number), schedule)
             rows.append((token, pair - token, measured.items))
@@ -178,7 +179,7 @@ def foretell(configuration: Configuration, machine: dict[str, Machine], trajecto
     machine = {name: replace(m, suffix_s=m.suffix_s * trajectories / FEW) for name, m in machine.items()}
 
     def simulate(workload: Workload, schedule: str) -> Figures:
-        return direct(workload.rollouts(machine[schedule], seed), machine[schedule], Policy(schedule)).figures
+        return direct(workload.rollouts(machine[schedule], seed), machine[schedule], WorkPolicy(schedule)).figures
 
     # Rollouts are tool time alone, so R is proportional to it.
     at_one = simulate(configuration.workload(1.0, trajectories), "sync")

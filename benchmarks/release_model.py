@@ -18,9 +18,9 @@ import typer
 
 from skyrl_thundersync import theory
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import Workload
+from skyrl_thundersync.stream.release import WorkPolicy
 
 GAMMA = 1.0  # a turn costs the learner as much as any other: service grows as the number of turns does
 
@@ -55,9 +55,11 @@ def pair(objective: str, skew: float, turns: int, trajectories: int, rho: float,
     machine = Machine(ranks=1, replicas=1, teachers=0, decode_rate=50, decode_peak=1e9, item_s=0.0, suffix_s=2.0)
     opd = objective == "opd"
     machine = replace(machine, block_tokens=0 if opd else 10**9, retain_tokens=10**9)
-    probe = direct(workload.rollouts(machine, seed), machine, Policy("sync")).figures
+    probe = direct(workload.rollouts(machine, seed), machine, WorkPolicy("sync")).figures
     machine = replace(machine, learner_rate=machine.learner_rate * probe.rho / rho)
-    sync, ours = (direct(workload.rollouts(machine, seed), machine, Policy(s)).figures for s in ("sync", "thundersync"))
+    sync, ours = (
+        direct(workload.rollouts(machine, seed), machine, WorkPolicy(s)).figures for s in ("sync", "thundersync")
+    )
 
     def law(u):
         if opd:

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import Workload
+from skyrl_thundersync.stream.release import WorkPolicy
 
 RANKS = (16, 128, 1024)
 TARGET_S = 60.0
@@ -31,7 +31,7 @@ def simulate(ranks: int, schedule: str) -> dict[str, float]:
     workload = Workload(groups=ranks * 12500 // 1024, samples=4, turns=20)
     machine = Machine(ranks=ranks, replicas=ranks // 8, teachers=ranks // 8)
     begun = time.process_time()
-    figures = direct(workload.rollouts(machine, 42), machine, Policy(schedule)).figures
+    figures = direct(workload.rollouts(machine, 42), machine, WorkPolicy(schedule)).figures
     seconds = time.process_time() - begun
     return {"ranks": ranks, "sources": figures.sources, "seconds": seconds, "step_s": figures.step_s}
 

@@ -15,6 +15,7 @@ from skyrl_thundersync.learner.rank import LearnerRank, RankSpec
 from skyrl_thundersync.learner.zero import free_port
 from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.simulate.workload import Rollouts, float_zeros
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import Update
 
@@ -70,7 +71,7 @@ def measure(rank: InThread, rollouts: Rollouts, schedule: str) -> Measured:
     """Run one update, its optimizer step included."""
 
     async def main() -> Measured:
-        update = Update(0, rollouts.groups, [rank], NoWait(), schedule)
+        update = Update(0, rollouts.groups, [rank], NoWait(), WorkPolicy(schedule))
 
         async def host() -> None:
             ended = asyncio.get_running_loop().create_future()

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.scheduler import Scheduler
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.telemetry.timeline import WorkSpan
@@ -73,11 +74,9 @@ class Update:
         groups: group id to its number of trajectories: the logical batch B_k.
         ranks: the learner ranks.
         teacher: None for objectives without one.
-        schedule: "thundersync", "group" or "sync" (stream/release.py).
+        policy: when work may run.
         record: called with (rank, work) in release order, to keep the batch for replay.
-        cap, state_bytes: how many groups may hold state on a rank at once (stream/admission.py); None: any number.
         now: the clock, in seconds; the simulator brings a virtual one.
-        statistics_cap: for group objectives, how many groups may hold statistics on a rank (stream/rewards.py).
     """
 
     def __init__(
@@ -86,12 +85,9 @@ class Update:
         groups: dict[str, int],
         ranks: list[LearnerHandle],
         teacher: Teacher | None,
-        schedule: str,
+        policy: WorkPolicy,
         record: Recorder | None = None,
-        cap: int | None = None,
         now: Callable[[], float] = time.perf_counter,
-        statistics_cap: int | None = None,
-        state_bytes: int | None = None,
     ) -> None:
         self._now = now
         self.clock = Clock(now())
@@ -105,12 +101,9 @@ class Update:
             version,
             groups,
             len(ranks),
-            schedule,
+            policy,
             teacher=teacher is not None,
             entered=self._entered,
-            cap=cap,
-            state_bytes=state_bytes,
-            statistics_cap=statistics_cap,
             now=now,
         )
         self.ledger = self._scheduler.ledger

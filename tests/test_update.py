@@ -6,6 +6,7 @@ import random
 import pytest
 
 from skyrl_thundersync.stream.ledger import LedgerError, work_name
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, WorkDone
 from skyrl_thundersync.trainer import Update
 
@@ -52,7 +53,9 @@ def make(seed, schedule="thundersync", ranks=2, fail_at=None, teacher=True):
     groups = {g: rng.randrange(1, 4) for g in "abcd"}
     lanes = [Rank(rng) for _ in range(ranks)]
     caps = None if teacher else seed % 3  # without a teacher the objective is one of the group's rewards
-    update = Update(7, groups, lanes, Teacher(rng, fail_at) if teacher else None, schedule, statistics_cap=caps)
+    update = Update(
+        7, groups, lanes, Teacher(rng, fail_at) if teacher else None, WorkPolicy(schedule, statistics_cap=caps)
+    )
     turns = {t: rng.randrange(1, 5) for t in update.ledger.trajectories}
     return update, lanes, rng, turns
 
@@ -136,7 +139,7 @@ def test_a_rank_that_fails_ends_the_update():
 def one_trajectory(teacher, **options):
     """An update of one trajectory; a rank and an event that is set when the trajectory's sweep reached it."""
     rank, swept = Rank(random.Random(0)), asyncio.Event()
-    update = Update(7, {"a": 1}, [rank], teacher, "thundersync", **options)
+    update = Update(7, {"a": 1}, [rank], teacher, WorkPolicy(**options))
     do = rank.run
 
     async def run(work):

@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Figures, Policy
+from skyrl_thundersync.simulate.meter import Figures
 from skyrl_thundersync.simulate.replay import Recording, load_recordings, predict
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import Workload
+from skyrl_thundersync.stream.release import WorkPolicy
 
 COLUMNS = """Means over the updates; _s: seconds. rollout: until the last trajectory closed; tail: learner work after that;
 step: with the suffix. busy: share of the step in which a rank computes; queue_wait: of released work, 99th percentile;
@@ -52,18 +53,20 @@ class Row:
         return self.figures["step_s"]
 
 
-def simulate(workload: Workload, machine: Machine, policy: Policy, updates: int = 3, seed: int = 42) -> list[Figures]:
+def simulate(
+    workload: Workload, machine: Machine, policy: WorkPolicy, updates: int = 3, seed: int = 42
+) -> list[Figures]:
     """`updates` independent updates, of seeds `seed`, `seed` + 1, …; the same trajectories for every machine and policy."""
     return [direct(workload.rollouts(machine, seed + k), machine, policy).figures for k in range(updates)]
 
 
 def compare(
-    workload: Workload, machine: Machine, policies: list[Policy], updates: int = 3, seed: int = 42
+    workload: Workload, machine: Machine, policies: list[WorkPolicy], updates: int = 3, seed: int = 42
 ) -> list[Row]:
     """The policies on one machine, in the order given; speed-ups are T̄_sync / T̄ as PAPER.md's "Results" defines them."""
     mean = {policy: _mean(simulate(workload, machine, policy, updates, seed)) for policy in policies}
     sync = next((m for policy, m in mean.items() if policy.schedule == "sync"), None)
-    sync = sync or _mean(simulate(workload, machine, Policy("sync"), updates, seed))
+    sync = sync or _mean(simulate(workload, machine, WorkPolicy("sync"), updates, seed))
     split = (machine.ranks, machine.replicas, machine.teachers)
     return [Row(*split, p.schedule, p.cap, p.statistics_cap, sync["step_s"] / m["step_s"], m) for p, m in mean.items()]
 
@@ -72,7 +75,7 @@ def sweep(
     workload: Workload,
     machine: Machine,
     gpus: int,
-    policies: list[Policy],
+    policies: list[WorkPolicy],
     updates: int = 3,
     seed: int = 42,
     state_limit: int | None = None,
@@ -118,11 +121,11 @@ def splits(gpus: int, teacher: bool) -> Iterator[tuple[int, int, int]]:
             yield ranks, replicas, gpus - ranks - replicas
 
 
-def policies_of(caps: list[int | None], statistics_caps: list[int | None]) -> list[Policy]:
+def policies_of(caps: list[int | None], statistics_caps: list[int | None]) -> list[WorkPolicy]:
     """All schedules; the caps only under thundersync, since under the others no group waits for its rewards on a rank."""
     known = None if statistics_caps == [None] else 0
-    ours = [Policy("thundersync", cap, statistics) for cap in caps for statistics in statistics_caps]
-    return [Policy("sync", None, known), Policy("group", None, known), *ours]
+    ours = [WorkPolicy("thundersync", cap, statistics) for cap in caps for statistics in statistics_caps]
+    return [WorkPolicy("sync", None, known), WorkPolicy("group", None, known), *ours]
 
 
 def settings(arguments: list[str]) -> tuple[Workload, Machine]:

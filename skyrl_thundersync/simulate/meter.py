@@ -9,25 +9,8 @@ import numpy as np
 
 from skyrl_thundersync.simulate.machines import Machine, SimulatedRank
 from skyrl_thundersync.simulate.virtual_time import Timers
-from skyrl_thundersync.stream.release import SCHEDULES
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Append, Work
-
-
-@dataclass(frozen=True)
-class Policy:
-    """When work may run.
-
-    schedule: stream/release.py. cap: groups that may hold state on a rank (stream/admission.py); None: any number.
-    statistics_cap: under GRPO, groups a rank may sum before their last reward (stream/rewards.py); None: not GRPO.
-    """
-
-    schedule: str = "thundersync"
-    cap: int | None = None
-    statistics_cap: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class SimulatedUpdate:
 class Meter:
     """Simulated ranks with their books: when each work item was released, when it started and how long it took."""
 
-    def __init__(self, timers: Timers, machine: Machine, policy: Policy) -> None:
+    def __init__(self, timers: Timers, machine: Machine, policy: WorkPolicy) -> None:
         self._timers = timers
         self.learners = [SimulatedRank(machine, policy.statistics_cap is not None) for _ in range(machine.ranks)]
         self._released_at: dict[int, float] = {}

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from skyrl_thundersync.objectives.contract import GROUP
 from skyrl_thundersync.objectives.registry import find
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import RecordedRollouts
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.telemetry.record import Batch, load_batches
 from skyrl_thundersync.telemetry.rundata import read_metrics
 from skyrl_thundersync.theory import measured_error
@@ -30,7 +30,7 @@ class Recording:
 
     batch: Batch
     machine: Machine
-    policy: Policy
+    policy: WorkPolicy
     rollout_s: float
     step_s: float
     busy_s: float
@@ -56,7 +56,7 @@ def load_recordings(run_dir: Path, machine: Machine) -> list[Recording]:
             f"was ready is not known. Record with thundersync.schedule=thundersync"
         )
     grouped = find(run.objective).rewards == GROUP
-    policy = Policy(statistics_cap=run.grpo.admission_cap if grouped else None)
+    policy = WorkPolicy(statistics_cap=run.grpo.admission_cap if grouped else None)
     rows = {int(row["thundersync/policy_version"]): row for row in read_metrics(run_dir) if "timing/update" in row}
     recordings = []
     for batch in load_batches(run_dir / "record"):
@@ -99,7 +99,7 @@ def fit(recordings: list[Recording], machine: Machine) -> Machine:
     return machine
 
 
-def predict(recordings: list[Recording], index: int, policies: list[Policy]) -> list[dict]:
+def predict(recordings: list[Recording], index: int, policies: list[WorkPolicy]) -> list[dict]:
     """Update `index` under each policy, with a learner rate fitted to the others (to itself where it is the only one).
 
     A policy without a statistics cap gets the run's. Under GRPO a close that waited for its statistics was recorded when it

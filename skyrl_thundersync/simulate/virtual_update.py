@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from skyrl_thundersync.simulate.machines import Machine, SimulatedTeacher
-from skyrl_thundersync.simulate.meter import Meter, Policy, SimulatedUpdate
+from skyrl_thundersync.simulate.meter import Meter, SimulatedUpdate
 from skyrl_thundersync.simulate.virtual_time import Events, Timers, VirtualLoop
 from skyrl_thundersync.simulate.workload import RecordedRollouts, Rollouts, float_zeros
 from skyrl_thundersync.stream.placement import Placement
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.scheduler import Scheduler
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import MOST_PER_CALL, Update
@@ -37,7 +38,7 @@ class Teachers:
 
 
 def direct(
-    rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy, placement: Placement | None = None
+    rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: WorkPolicy, placement: Placement | None = None
 ) -> SimulatedUpdate:
     """Simulate one update without asyncio: some ten microseconds a work item.
 
@@ -63,7 +64,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: Policy) -> SimulatedUpdate:
+def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: WorkPolicy) -> SimulatedUpdate:
     """Simulate one update with `trainer.Update` itself, unmodified, on an event loop in virtual time."""
 
     async def main() -> SimulatedUpdate:
@@ -75,11 +76,9 @@ def via_update(rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: 
             rollouts.groups,
             [_Rank(meter, rank) for rank in range(machine.ranks)],
             teacher,
-            policy.schedule,
+            policy,
             record=meter.released_to,
-            cap=policy.cap,
             now=loop.time,
-            statistics_cap=policy.statistics_cap,
         )
 
         async def host() -> None:
@@ -134,7 +133,7 @@ class DirectUpdate:
     """
 
     def __init__(
-        self, events: Events, rollouts, machine: Machine, policy: Policy, placement: Placement | None = None
+        self, events: Events, rollouts, machine: Machine, policy: WorkPolicy, placement: Placement | None = None
     ) -> None:
         self._events, self._suffix_s = events, machine.suffix_s
         self._meter = Meter(events, machine, policy)
@@ -143,11 +142,9 @@ class DirectUpdate:
             rollouts.version,
             rollouts.groups,
             machine.ranks,
-            policy.schedule,
+            policy,
             teacher=self._teachers is not None,
             entered=self._meter.released_to,
-            cap=policy.cap,
-            statistics_cap=policy.statistics_cap,
             now=events.time,
             placement=placement,
         )

@@ -15,23 +15,36 @@ from skyrl_thundersync.stream.sources import CloseGroup, Work, group_of
 SCHEDULES = ("sync", "group", "thundersync")
 
 
-@dataclass
-class ReleaseGate:
-    """Holds ready work back as `schedule` says; every method returns what may enter the queues now, in order.
+@dataclass(frozen=True)
+class WorkPolicy:
+    """When work may run. It changes no update, only its time and memory.
+
+    schedule: of `SCHEDULES`. cap, state_bytes: groups that may hold state on a rank (admission.py); None: any number.
+    statistics_cap: for group objectives, groups that a rank may sum before their last reward (rewards.py); None for others.
 
     Raises:
-        ValueError: a schedule that is none of `SCHEDULES`.
+        ValueError: an unknown schedule.
     """
+
+    schedule: str = "thundersync"
+    cap: int | None = None
+    statistics_cap: int | None = None
+    state_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
+
+
+@dataclass
+class ReleaseGate:
+    """Holds ready work back as `schedule` says; every method returns what may enter the queues now, in order."""
 
     schedule: str
     group_tokens: Callable[[str], int]
     _held: dict[str, list[Work]] = field(default_factory=dict)
     _complete: list[str] = field(default_factory=list)
     _rollouts_ended: bool = False
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
 
     def offer(self, work: Work) -> list[Work]:
         """`work` became ready."""

@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.queue import ReadyQueue
-from skyrl_thundersync.stream.release import ReleaseGate
+from skyrl_thundersync.stream.release import ReleaseGate, WorkPolicy
 from skyrl_thundersync.stream.rewards import RewardGate
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work
 
@@ -26,11 +26,9 @@ class Scheduler:
         version: k, the policy version that samples this batch.
         groups: group id to its number of trajectories: the logical batch B_k.
         ranks: how many learner ranks there are.
-        schedule: "thundersync", "group" or "sync" (release.py).
+        policy: when work may run.
         teacher: whether a source is ready only once a teacher has scored it.
         entered: called with (rank, work) as work enters a rank's queue.
-        cap, state_bytes: how many groups may hold state on a rank at once (admission.py); None: any number.
-        statistics_cap: for group objectives, how many groups may hold statistics on a rank (rewards.py); else None.
         now: the clock, in seconds.
         placement: in place of the schedule's own (placement.py).
 
@@ -46,13 +44,10 @@ class Scheduler:
         version: int,
         groups: dict[str, int],
         ranks: int,
-        schedule: str,
+        policy: WorkPolicy,
         *,
         teacher: bool,
         entered: Callable[[int, Work], None],
-        cap: int | None = None,
-        state_bytes: int | None = None,
-        statistics_cap: int | None = None,
         now: Callable[[], float] = time.perf_counter,
         placement: Placement | None = None,
     ) -> None:
@@ -61,10 +56,10 @@ class Scheduler:
         self.to_free: deque[TrajectoryId] = deque()
         self.woken: deque[int] = deque()
         self._teacher, self._entered = teacher, entered
-        self._release = ReleaseGate(schedule, self.ledger.group_tokens)
-        self._rewards_gate = None if statistics_cap is None else RewardGate(statistics_cap, groups)
-        self._placement = placement or Placement(ranks, growing=schedule == "thundersync")
-        self._queue = ReadyQueue(ranks, cap, state_bytes, now)
+        self._release = ReleaseGate(policy.schedule, self.ledger.group_tokens)
+        self._rewards_gate = None if policy.statistics_cap is None else RewardGate(policy.statistics_cap, groups)
+        self._placement = placement or Placement(ranks, growing=policy.schedule == "thundersync")
+        self._queue = ReadyQueue(ranks, policy.cap, policy.state_bytes, now)
         # Turns that are not scored yet, the first of them at the teacher; None behind the last.
         self._turns: dict[TrajectoryId, deque[Source | None]] = {t: deque() for t in self.ledger.trajectories}
         self._rewards: dict[TrajectoryId, float | None] = {}

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from skyrl_thundersync.simulate import replay
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct
 from skyrl_thundersync.simulate.workload import RecordedRollouts
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.telemetry.record import _encode
 from tests.analysis.test_simulate import SMALL, recorded
 
@@ -33,7 +33,7 @@ def write_run(folder, objective="opd", schedule="thundersync", updates=3):
     rows = [{"step": 0, "eval/all/avg_score": 0.0}]
     for version in range(updates):
         batch = replace(recorded(SMALL, TRUE, version), version=version)
-        policy = Policy(statistics_cap=1 if objective == "grpo" else None)
+        policy = WorkPolicy(statistics_cap=1 if objective == "grpo" else None)
         batch = replace(
             batch,
             work=tuple(
@@ -67,7 +67,7 @@ def test_the_learners_speed_is_found_from_other_updates_and_predicts_this_one(tm
     write_run(tmp_path, objective)
     recordings = replay.load_recordings(tmp_path, Machine(item_s=0.01, learner_rate=90.0))
     assert [r.machine.ranks for r in recordings] == [2, 2, 2]
-    policies = [Policy("sync"), Policy("group"), Policy()]
+    policies = [WorkPolicy("sync"), WorkPolicy("group"), WorkPolicy()]
     for index in range(3):
         sync, group, ours = replay.predict(recordings, index, policies)
         assert ours["learner_rate"] == pytest.approx(437, rel=0.01)
@@ -78,7 +78,7 @@ def test_the_learners_speed_is_found_from_other_updates_and_predicts_this_one(tm
 
 def test_a_single_recording_is_fitted_to_itself(tmp_path):
     write_run(tmp_path, updates=1)
-    (row,) = replay.predict(replay.load_recordings(tmp_path, Machine(item_s=0.01)), 0, [Policy()])
+    (row,) = replay.predict(replay.load_recordings(tmp_path, Machine(item_s=0.01)), 0, [WorkPolicy()])
     assert abs(row["error_percent"]) < 0.5
 
 
@@ -93,4 +93,4 @@ def test_runs_that_cannot_be_replayed_are_refused(tmp_path):
         replay.load_recordings(tmp_path / "lost", Machine())
     write_run(tmp_path / "fast", updates=1)
     with pytest.raises(ValueError, match="less than item_s of all work"):
-        replay.predict(replay.load_recordings(tmp_path / "fast", Machine(item_s=100.0)), 0, [Policy()])
+        replay.predict(replay.load_recordings(tmp_path / "fast", Machine(item_s=100.0)), 0, [WorkPolicy()])

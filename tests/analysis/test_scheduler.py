@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_thundersync.stream.admission import Admission
 from skyrl_thundersync.stream.placement import Placement
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Append, CloseGroup, Source, TrajectoryId, WorkDone, group_of
 from skyrl_thundersync.trainer import Update
 
@@ -133,7 +134,7 @@ def test_an_update_under_a_cap_does_all_work_and_never_opens_more_groups_on_a_ra
 
     async def main():
         ranks = [Rank(), Rank()]
-        update = Update(0, {group: 2 for group in "abcdefgh"}, ranks, None, schedule, cap=cap)
+        update = Update(0, {group: 2 for group in "abcdefgh"}, ranks, None, WorkPolicy(schedule, cap=cap))
 
         async def one(trajectory):
             for turn in range(rng.randrange(1, 4)):

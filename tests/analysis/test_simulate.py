@@ -15,10 +15,9 @@ from skyrl_thundersync import theory
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.simulate import command as simulate
 from skyrl_thundersync.simulate.machines import Machine
-from skyrl_thundersync.simulate.meter import Policy
 from skyrl_thundersync.simulate.virtual_update import direct, via_update
 from skyrl_thundersync.simulate.workload import RecordedRollouts, Workload, float_zeros, ones, zeros
-from skyrl_thundersync.stream.release import SCHEDULES
+from skyrl_thundersync.stream.release import SCHEDULES, WorkPolicy
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId
 from skyrl_thundersync.telemetry.record import Batch
 from tests.analysis.test_theory import recursion
@@ -44,7 +43,7 @@ def same(a, b):
     ],
 )
 def test_the_trainers_own_update_and_the_direct_driver_agree_to_the_bit(schedule, cap, statistics, machine):
-    policy = Policy(schedule, cap, statistics)
+    policy = WorkPolicy(schedule, cap, statistics)
     for seed in range(2):
         same(
             direct(SMALL.rollouts(machine, seed), machine, policy),
@@ -53,14 +52,14 @@ def test_the_trainers_own_update_and_the_direct_driver_agree_to_the_bit(schedule
 
 
 def test_a_simulation_is_repeatable_and_depends_on_its_seed():
-    one, again, other = (direct(SMALL.rollouts(MACHINE, s), MACHINE, Policy()) for s in (3, 3, 4))
+    one, again, other = (direct(SMALL.rollouts(MACHINE, s), MACHINE, WorkPolicy()) for s in (3, 3, 4))
     same(one, again)
     assert one.figures.step_s != other.figures.step_s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_rank_idles_while_its_work_is_ready(schedule):
-    run = direct(SMALL.rollouts(MACHINE, 0), MACHINE, Policy(schedule))
+    run = direct(SMALL.rollouts(MACHINE, 0), MACHINE, WorkPolicy(schedule))
     tails = []
     for rank in range(MACHINE.ranks):
         mine = run.rank == rank
@@ -77,7 +76,7 @@ def test_no_rank_idles_while_its_work_is_ready(schedule):
 def test_schedules_change_neither_rollouts_nor_the_work_that_there_is():
     # Graphs retained and no fixed costs: every token is forwarded once and backwarded once under every schedule.
     machine = replace(MACHINE, item_s=0.0, retain_tokens=10**9)
-    runs = [direct(SMALL.rollouts(machine, 1), machine, Policy(schedule)) for schedule in SCHEDULES]
+    runs = [direct(SMALL.rollouts(machine, 1), machine, WorkPolicy(schedule)) for schedule in SCHEDULES]
     assert len({run.figures.rollout_s for run in runs}) == 1
     np.testing.assert_allclose([run.service_s.sum() for run in runs], runs[0].service_s.sum(), rtol=1e-9)
 
@@ -100,7 +99,7 @@ def test_schedules_change_neither_rollouts_nor_the_work_that_there_is():
 )
 def test_on_one_rank_earlier_release_is_never_slower_and_never_beats_the_bound(workload, rate, seed):
     machine = replace(MACHINE, ranks=1, item_s=0.0, retain_tokens=10**9, learner_rate=rate)
-    sync, group, ours = (direct(workload.rollouts(machine, seed), machine, Policy(s)).figures for s in SCHEDULES)
+    sync, group, ours = (direct(workload.rollouts(machine, seed), machine, WorkPolicy(s)).figures for s in SCHEDULES)
     assert ours.step_s <= group.step_s + 1e-9 and group.step_s <= sync.step_s + 1e-9
     # Teachers may score after the last rollout ended; sync's learner then starts a little later than R.
     assert sync.step_s >= (1 + sync.rho) * sync.rollout_s + 1.0 - 1e-9
@@ -162,7 +161,7 @@ def at_rho(rollouts, machine, policy, rho):
 def test_many_trajectories_have_the_tail_of_the_opd_release_law(rho, gamma, skew, retain, deferred):
     rollouts = LawRollouts(2000, 1, 4, gamma, skew, seed=0)
     machine = Machine(block_tokens=1, retain_tokens=retain)
-    run = at_rho(rollouts, machine, Policy(), rho)
+    run = at_rho(rollouts, machine, WorkPolicy(), rho)
     rho = run.figures.rho
     law = lambda u: theory.opd_release(u, gamma, 4, deferred, skew)  # noqa: E731
     assert run.figures.tail == pytest.approx(theory.tail(law, rho), abs=0.04)
@@ -174,10 +173,10 @@ def test_many_trajectories_have_the_tail_of_the_opd_release_law(rho, gamma, skew
 def test_whole_trajectories_and_whole_groups_have_the_grpo_release_laws_tail(rho):
     whole = Machine(block_tokens=10**9)
     for policy, machine, samples, waits in (
-        (Policy(), whole, 1, 0.0),  # a trajectory is one source, swept when its reward is there
-        (Policy(statistics_cap=0), whole, 4, 1.0),  # waits for its group's rewards
-        (Policy(), replace(whole, sweep_at_close=False), 4, 1.0),  # swept when all of its group's are
-        (Policy("group"), whole, 4, 1.0),  # the group-ready pipeline
+        (WorkPolicy(), whole, 1, 0.0),  # a trajectory is one source, swept when its reward is there
+        (WorkPolicy(statistics_cap=0), whole, 4, 1.0),  # waits for its group's rewards
+        (WorkPolicy(), replace(whole, sweep_at_close=False), 4, 1.0),  # swept when all of its group's are
+        (WorkPolicy("group"), whole, 4, 1.0),  # the group-ready pipeline
     ):
         run = at_rho(LawRollouts(2000, samples, 1, 1.0, 1.0, seed=1), machine, policy, rho)
         law = lambda u: theory.grpo_release(u, 1.0, samples, waits)  # noqa: B023, E731
@@ -198,21 +197,21 @@ def test_the_share_of_work_that_waits_for_a_close_is_the_laws(machine, deferred)
     # Never behind, and closed after its last tool: no turn meets its close in the queue.
     machine = replace(machine, ranks=1, item_s=0.0, learner_rate=1e5)
     workload = Workload(groups=20, samples=1, prompt_tokens=1, observation_tokens=0)
-    run = direct(workload.rollouts(machine, 0), machine, Policy(statistics_cap=1))
+    run = direct(workload.rollouts(machine, 0), machine, WorkPolicy(statistics_cap=1))
     assert run.figures.deferred_share == pytest.approx(deferred, abs=1e-3)
 
 
 def test_sync_pays_rollout_and_learner_one_after_the_other():
-    run = at_rho(LawRollouts(500, 1, 3, 1.0, 1.0, seed=2), Machine(), Policy("sync"), 0.8)
+    run = at_rho(LawRollouts(500, 1, 3, 1.0, 1.0, seed=2), Machine(), WorkPolicy("sync"), 0.8)
     assert run.figures.tail == pytest.approx(0.8, rel=1e-6) and run.figures.early_share == 0.0
 
 
 def gain(workload, machine, seeds=3):
     """Speed-up over sync of a balanced learner (ρ = 1 of what sync works), averaged over seeds as PAPER.md does."""
     machine = replace(machine, ranks=1, item_s=0.0, retain_tokens=10**9, suffix_s=0.0)
-    probe = [direct(workload.rollouts(machine, s), machine, Policy("sync")).figures.rho for s in range(seeds)]
+    probe = [direct(workload.rollouts(machine, s), machine, WorkPolicy("sync")).figures.rho for s in range(seeds)]
     machine = replace(machine, learner_rate=machine.learner_rate * float(np.mean(probe)))
-    sync, ours = simulate.compare(workload, machine, [Policy("sync"), Policy()], updates=seeds, seed=0)
+    sync, ours = simulate.compare(workload, machine, [WorkPolicy("sync"), WorkPolicy()], updates=seeds, seed=0)
     assert 1 <= ours.speedup <= 2
     return ours.speedup
 
@@ -237,7 +236,7 @@ def test_release_laws_predict_the_speedups_of_drawn_workloads(objective):
 
 def test_a_cap_bounds_the_groups_that_hold_state_and_the_memory():
     machine = replace(MACHINE, ranks=1, retain_tokens=10**9)  # else what is short waits for its sweep, without state
-    runs = [direct(SMALL.rollouts(machine, 0), machine, Policy("thundersync", cap)).figures for cap in (1, 2, None)]
+    runs = [direct(SMALL.rollouts(machine, 0), machine, WorkPolicy("thundersync", cap)).figures for cap in (1, 2, None)]
     assert [f.groups_peak for f in runs[:2]] == [1, 2] and runs[2].groups_peak > 2
     assert runs[0].state_tokens_peak < runs[1].state_tokens_peak < runs[2].state_tokens_peak
 
@@ -245,7 +244,7 @@ def test_a_cap_bounds_the_groups_that_hold_state_and_the_memory():
 def test_the_statistics_cap_bounds_statistics_and_more_of_them_is_never_slower_on_one_rank():
     machine = replace(MACHINE, ranks=1, teachers=0, item_s=0.0, retain_tokens=10**9)
     caps = (0, 1, 2, 100)
-    runs = [direct(SMALL.rollouts(machine, 0), machine, Policy(statistics_cap=cap)).figures for cap in caps]
+    runs = [direct(SMALL.rollouts(machine, 0), machine, WorkPolicy(statistics_cap=cap)).figures for cap in caps]
     assert [f.statistics_peak for f in runs[:3]] == [0, 1, 2] and runs[3].statistics_peak > 2
     steps = [f.step_s for f in runs]
     assert steps[0] > steps[-1] and all(a >= b - 1e-9 for a, b in zip(steps, steps[1:], strict=False))
@@ -255,7 +254,7 @@ def test_a_thousand_ranks_finish_all_work():
     workload = Workload(groups=1100, samples=4, turns=2, turn_tokens=50, observation_tokens=50, prompt_tokens=100)
     machine = Machine(ranks=1024, replicas=128, teachers=128)
     rollouts = workload.rollouts(machine, 0)
-    run = direct(rollouts, machine, Policy())
+    run = direct(rollouts, machine, WorkPolicy())
     assert run.figures.sources == rollouts.sources > 8000
     assert len(np.unique(run.rank)) == 1024
     assert run.figures.work_items == rollouts.sources + 1100 * 5
@@ -265,8 +264,8 @@ def test_a_sweep_does_not_wait_for_the_last_check_unless_it_needs_the_reward():
     """A learner that is much faster than the rollouts: what waits for a reward is swept in a tail of its own."""
     machine = Machine(ranks=1, learner_rate=1e4, block_tokens=10**9)
     workload = Workload(groups=1, samples=1, turns=1, skew=0, tool_s=500.0, tool_spread=0.0)
-    assert direct(workload.rollouts(machine, 0), machine, Policy()).figures.tail == 0.0
-    assert direct(workload.rollouts(machine, 0), machine, Policy(statistics_cap=1)).figures.tail > 0.0
+    assert direct(workload.rollouts(machine, 0), machine, WorkPolicy()).figures.tail == 0.0
+    assert direct(workload.rollouts(machine, 0), machine, WorkPolicy(statistics_cap=1)).figures.tail > 0.0
 
 
 def recorded(workload, machine, seed):
@@ -303,14 +302,14 @@ def _group(work):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_recorded_batch_happens_again_at_its_seconds_under_both_drivers(schedule):
     batch = recorded(SMALL, MACHINE, 0)
-    runs = [drive(RecordedRollouts(batch), MACHINE, Policy(schedule)) for drive in (direct, via_update)]
+    runs = [drive(RecordedRollouts(batch), MACHINE, WorkPolicy(schedule)) for drive in (direct, via_update)]
     same(*runs)
     assert runs[0].figures.rollout_s == batch.seconds[-1]
     if schedule == "thundersync":
         np.testing.assert_array_equal(np.sort(runs[0].released_s), np.array(batch.seconds))
-    slower = direct(RecordedRollouts(batch, pace=2.0), MACHINE, Policy(schedule)).figures
+    slower = direct(RecordedRollouts(batch, pace=2.0), MACHINE, WorkPolicy(schedule)).figures
     assert slower.rollout_s == pytest.approx(2 * batch.seconds[-1])
-    late = direct(RecordedRollouts(batch, rollout_s=1000.0), MACHINE, Policy(schedule)).figures
+    late = direct(RecordedRollouts(batch, rollout_s=1000.0), MACHINE, WorkPolicy(schedule)).figures
     assert late.rollout_s == 1000.0
 
 
@@ -322,7 +321,7 @@ def test_the_sweep_tries_every_split_and_puts_the_fastest_first():
     assert len(rows) == len(tried) * 4 and all(a.step_s <= b.step_s for a, b in zip(rows, rows[1:], strict=False))
     best = rows[0]
     again = replace(MACHINE, ranks=best.ranks, replicas=best.replicas, teachers=best.teachers)
-    own = direct(SMALL.rollouts(again, 42), again, Policy(best.schedule, best.cap))
+    own = direct(SMALL.rollouts(again, 42), again, WorkPolicy(best.schedule, best.cap))
     assert own.figures.step_s == best.step_s
     limit = int(np.median([r.figures["state_tokens_peak"] for r in rows]))
     fit = simulate.sweep(SMALL, MACHINE, 5, policies, updates=1, state_limit=limit)
@@ -334,7 +333,7 @@ def test_the_sweep_tries_every_split_and_puts_the_fastest_first():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Policy("async"), "unknown schedule 'async'"),
+        (lambda: WorkPolicy("async"), "unknown schedule 'async'"),
         (lambda: Machine(ranks=0), "ranks=0 must be above 0"),
         (lambda: Machine(decode_peak=1, decode_rate=2), "decode_peak=1 must be at least decode_rate"),
         (lambda: Machine(learner_rate=float("nan")), "learner_rate=nan"),

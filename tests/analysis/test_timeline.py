@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from skyrl_thundersync.cli.app import app
 from skyrl_thundersync.stream.ledger import work_name
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Source, WorkDone
 from skyrl_thundersync.telemetry import timeline
 from skyrl_thundersync.trainer import Update
@@ -50,7 +51,7 @@ def run_dir(tmp_path):
     """A run folder with the events of one update on two ranks."""
     ranks = [Rank(), Rank()]
     timeline.open_log(tmp_path)
-    update = Update(5, {"a": 3, "b": 2, "c": 2}, ranks, None, "thundersync")
+    update = Update(5, {"a": 3, "b": 2, "c": 2}, ranks, None, WorkPolicy())
     asyncio.run(update.run(rollouts(update)))
     timeline.add_update(update)
     timeline.close_log()

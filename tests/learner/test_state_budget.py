@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plain import FAMILIES, batch, distance, interleave, make_rank, plain_gradient
 
 from skyrl_thundersync.learner.state_budget import StateBudget
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Append, CloseTrajectory, WorkDone
 from skyrl_thundersync.trainer import Update
 
@@ -169,7 +170,7 @@ def test_an_update_under_any_budget_ends_and_its_gradient_is_the_same(folder_of,
         lane = Lane(budgeted(rank, state_bytes // 2), rng)
         groups = {f"g{g}": 2 for g in range(5)}
         cap = 1 if objective == "grpo" else None
-        update = Update(0, groups, [lane], Scores(), schedule, statistics_cap=cap, state_bytes=state_bytes)
+        update = Update(0, groups, [lane], Scores(), WorkPolicy(schedule, statistics_cap=cap, state_bytes=state_bytes))
 
         async def one(trajectory):
             for work in turns[trajectory]:

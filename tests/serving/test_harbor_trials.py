@@ -27,6 +27,7 @@ from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.rollout.replica import EngineSpec
 from skyrl_thundersync.sandbox import docker_engine
 from skyrl_thundersync.sandbox.base import StartError
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import Append, TrajectoryId, WorkDone
 from skyrl_thundersync.teacher.client import TeacherClient
 from skyrl_thundersync.teacher.scores import TeacherSpec
@@ -83,7 +84,7 @@ def test_harbor_trials_stream_into_an_update_with_the_textbooks_gradient(host, h
         hook = TurnHook(client, lambda: client.weight_version, seed=0)
         groups = {"sum-numbers": 2}
         version = client.weight_version
-        update = Update(version, groups, [Lane(rank)], teacher, "thundersync", lambda _, item: work.append(item))
+        update = Update(version, groups, [Lane(rank)], teacher, WorkPolicy(), lambda _, item: work.append(item))
         async with PolicyServer(hook, byte_tokenizer(), "student", SAMPLING, CONTEXT) as server:
             agent = own_agent("student", student, max_turns=3, max_tokens=48, max_context=CONTEXT)
             trials = HarborTrials(server, agent, Outcomes(OutcomesConfig()), tmp_path, 2, (harbor,))
@@ -150,7 +151,7 @@ def finish(tmp_path, result, sampled, **outcomes):
             return [WorkDone(0.0) for _ in work]
 
     async def run():
-        update = Update(0, {"task": 1}, [Rank()], None, "thundersync", statistics_cap=0)
+        update = Update(0, {"task": 1}, [Rank()], None, WorkPolicy(statistics_cap=0))
         table = Outcomes(OutcomesConfig(**outcomes))
         trials = HarborTrials(Served(sampled), chat_agent("terminus-2", "m"), table, tmp_path, 1, (str(command),))
         update.on_trajectory_closed = lambda trajectory, reward, scored: closed.append((reward, scored))

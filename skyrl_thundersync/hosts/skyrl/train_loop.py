@@ -32,6 +32,7 @@ from skyrl_thundersync.rollout.log import RolloutLog, played
 from skyrl_thundersync.rollout.outcomes import Outcomes
 from skyrl_thundersync.runtime.cluster import Cluster
 from skyrl_thundersync.runtime.resume import Checkpoints
+from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.sources import TrajectoryId
 from skyrl_thundersync.telemetry import flops as mfu
 from skyrl_thundersync.telemetry import timeline
@@ -144,10 +145,12 @@ class ThunderSyncTrainer(RayPPOTrainer):
             groups,
             self._cluster.ranks,
             self._cluster.teacher,
-            self.cfg.thundersync.schedule,
+            WorkPolicy(
+                self.cfg.thundersync.schedule,
+                statistics_cap=statistics_cap(self.cfg),
+                state_bytes=state_bytes(self.cfg),
+            ),
             self._recorder.begin(self._cluster.version, groups) if self._recorder else None,
-            statistics_cap=statistics_cap(self.cfg),
-            state_bytes=state_bytes(self.cfg),
         )
         self._update = update
         hook: TurnHook = self.inference_engine_client
