@@ -14,6 +14,8 @@ class Step:
         grad_norm: of the normalised gradient, before clipping; 0 without a step. clipped: whether it was over the limit.
         lr: of this step. reduce_seconds, step_seconds: reduction over ranks and division; AdamW and all-gather.
         n_scored: N_k, scored tokens over all ranks. stepped: whether there was any, and so a step.
+        host_peak_bytes, device_peak_bytes: most memory that this rank's process held since the batch before; 0 without a
+            device.
     """
 
     grad_norm: float
@@ -23,6 +25,8 @@ class Step:
     step_seconds: float
     n_scored: int = 0
     stepped: bool = True
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,13 @@ class RankStats:
     """Of one rank's process.
 
     Attributes:
-        busy_seconds: since the start. host_peak_bytes, device_peak_bytes: most so far; 0 without a device.
+        busy_seconds: since the start.
         cut_gap: learner/student.py. kernel: the attention's, and why it was chosen.
         cores: those that the process may use. threads: torch's.
         parameters: checksum of those that the last step or checkpoint left.
     """
 
     busy_seconds: float
-    host_peak_bytes: int
-    device_peak_bytes: int
     cut_gap: float
     kernel: str
     cores: list[int]
@@ -86,7 +88,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a batch over all ranks: their one step, and the most memory that a rank's process took so far."""
+    """The end of a batch over all ranks: their one step, and the most memory that any rank's process held for it."""
 
     step: Step
     host_peak_bytes: int

@@ -38,6 +38,7 @@ from skyrl_thundersync.learner.zero import ZeroOptimizer, connect, route
 from skyrl_thundersync.objectives import registry
 from skyrl_thundersync.objectives.check import problems
 from skyrl_thundersync.options.schema import LearnerConfig, LoraSettings, OptimizerSettings
+from skyrl_thundersync.process.memory import forget_peak, peak_bytes
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Work, WorkDone
 
 WHOLE_TRAJECTORY = 2**31
@@ -189,8 +190,15 @@ class LearnerRank:
         step = Step(0.0, False, self.optimizer.lr, 0.0, 0.0, stepped=False)
         if n_scored:
             divisor = n_scored if self.forest.objective.divides_by_tokens else 1
-            step = replace(self.optimizer.step(self.accumulator, divisor), n_scored=n_scored)
+            step = self.optimizer.step(self.accumulator, divisor)
             self._published = checksum(self.model)
+        cuda = self.segments.device.type == "cuda"
+        step = replace(
+            step,
+            n_scored=n_scored,
+            host_peak_bytes=peak_bytes(),
+            device_peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+        )
         self._begin_batch()
         return step
 
@@ -206,6 +214,9 @@ class LearnerRank:
         self.forest.block = block_tokens
 
     def _begin_batch(self) -> None:
+        forget_peak()
+        if self.segments.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         self.accumulator.clear()
         self.n_scored, self._version = 0, None
 
@@ -225,11 +236,8 @@ class LearnerRank:
         return self.accumulator.gradient()
 
     def stats(self) -> RankStats:
-        cuda = self.segments.device.type == "cuda"
         return RankStats(
             busy_seconds=self.busy_seconds,
-            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            device_peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
             cut_gap=self.cut_gap,
             kernel=f"{self.kernel.name} ({self.kernel.why})",
             cores=sorted(os.sched_getaffinity(0)),

@@ -204,17 +204,15 @@ class Cluster:
             LedgerError: the learners scored another number of tokens than the ledger registered.
         """
         self._learners.begin_finish()
-        actors = self._learners.actors
-        calls = [actor.finish.remote() for actor in actors] + [actor.stats.remote() for actor in actors]
-        answers = ray.get(calls)  # together: any rank's error is raised at once
-        step, stats = answers[0], answers[len(actors) :]
+        steps = ray.get([actor.finish.remote() for actor in self._learners.actors])
+        step = steps[0]
         if step.n_scored != ledger.n_scored:
             raise LedgerError(
                 f"the learners counted N_k = {step.n_scored} scored tokens, the ledger {ledger.n_scored}: a source was "
                 "lost or learned twice"
             )
         self.version += step.stepped
-        return Finish(step, max(s.host_peak_bytes for s in stats), max(s.device_peak_bytes for s in stats))
+        return Finish(step, max(s.host_peak_bytes for s in steps), max(s.device_peak_bytes for s in steps))
 
     def require_room(self) -> None:
         """Before an update: whether the machine has room for it. Raises MachineFullError saying what is short."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skyrl_thundersync.process.memory import peak_bytes
 from skyrl_thundersync.telemetry.flops import Cost, active_mfu
 from skyrl_thundersync.theory import lag, measured_release
 
@@ -55,7 +55,7 @@ def update_metrics(
         "timing/learner_busy": sum(update.busy_s),
         "memory/learner_host_peak_gib": finish.host_peak_bytes / GIB,
         "memory/learner_device_peak_gib": finish.device_peak_bytes / GIB,
-        "memory/driver_host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "memory/driver_host_peak_gib": peak_bytes() / GIB,
         "memory/learner_state_peak_gib": max((d.held_bytes for d in done), default=0) / GIB,
         "thundersync/state_moved_gib": sum(d.moved_bytes for d in done) / GIB,
         "thundersync/groups_waited": len(update.admission_waits),

@@ -27,6 +27,7 @@ from skyrl_thundersync.objectives.registry import of
 from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight.models import model_config
 from skyrl_thundersync.process.heartbeat import doing
+from skyrl_thundersync.process.memory import forget_peak
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.log import RolloutLog, played
 from skyrl_thundersync.rollout.outcomes import Outcomes
@@ -136,6 +137,7 @@ class ThunderSyncTrainer(RayPPOTrainer):
     async def generate(self, input_batch):
         """Rollouts and, beside them, the gradient work they release; returns when all of both is done."""
         self._cluster.require_room()
+        forget_peak()
         trajectories = [TrajectoryId(t.instance_id, t.repetition_id) for t in input_batch["trajectory_ids"]]
         groups: dict[str, int] = {}
         for trajectory in trajectories:
