@@ -165,7 +165,7 @@ def warnings(rows: list[Row]) -> list[str]:
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
-    """Measured speed-ups against ρ, for `analysis.curves.plot`."""
+    """Measured speed-ups against ρ, for `report.curves.plot`."""
     by_rho: dict[str, tuple[list[float], list[float]]] = {}
     for row in rows:
         if row.schedule != "sync":

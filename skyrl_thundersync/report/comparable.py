@@ -57,7 +57,7 @@ def incomparable(baseline: RunData, run: RunData) -> list[str]:
         f"{kind}: {found}"
         for kind, options in SAME_WORK.items()
         for option in options
-        for found in _differences(option, _value(baseline.config, option), _value(run.config, option))
+        for found in _differences(option, option_of(baseline.config, option), option_of(run.config, option))
     ]
     versions = {row["thundersync/policy_version"] for row in baseline.counted}
     if not versions & {row["thundersync/policy_version"] for row in run.counted}:
@@ -71,12 +71,13 @@ def other_means(baseline: RunData, run: RunData) -> list[str]:
     return [
         found
         for option in OTHER_MEANS
-        for found in _differences(option, _value(baseline.config, option), _value(run.config, option))
+        for found in _differences(option, option_of(baseline.config, option), option_of(run.config, option))
         if not found.startswith(tuple(f"{one} " for one in work))
     ]
 
 
-def _value(config: Mapping[str, Any], option: str) -> Any:
+def option_of(config: Mapping[str, Any], option: str) -> Any:
+    """The value of a dotted option; None where the configuration has none."""
     node: Any = config
     for name in option.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None

@@ -1,4 +1,4 @@
-"""The theory's curves as data and as plain SVG files: no plotting library is needed.
+"""The theory's curves as data and as SVG files.
 
     skyrl theory --plot FOLDER
 
@@ -8,17 +8,16 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
 from skyrl_thundersync import theory
-from skyrl_thundersync.report.svg import Chart, document
+from skyrl_thundersync.charts import SERIES, Chart, colour
 
-COLOURS = ("#1f5fa8", "#c2571a", "#2d7d46", "#7a4aa0", "#8a6d1b", "#5b5b5b")
-WIDTH, HEIGHT = 640, 400
+WIDTH, HEIGHT = 640, 480
 KAPPA = 0.043
 """κ at which uniform durations give the paper's 1.58x (GRPO, balanced, service as long as duration)."""
 
@@ -117,17 +116,15 @@ def plot(folder: Path, measured: dict[str, dict[str, tuple[list[float], list[flo
 
 
 def svg(figure: Figure) -> str:
-    """The figure as one SVG document: axes, a dashed line at its limit, and the names below, two a row."""
-    series = [*figure.curves.values(), *figure.points.values()]
-    xs, ys = ([value for one in series for value in one[axis]] for axis in (0, 1))
-    # Speed-ups and shares: whole tenths hold them.
-    low, high = math.floor(10 * min(ys)) / 10, math.ceil(10 * max([*ys, figure.limit or -math.inf])) / 10
-    chart = Chart((min(xs), max(xs)), (low, high), figure.x, figure.y, figure.title, width=WIDTH, height=HEIGHT)
-    colour = {name: f"c{index % len(COLOURS)}" for index, name in enumerate(figure.curves | figure.points)}
+    """The figure as one SVG document: axes, a dashed line at its limit, and the names of curves and points below."""
+    chart = Chart(figure.title, figure.x, figure.y, width=WIDTH, height=HEIGHT)
     if figure.limit is not None:
-        chart.line(chart.x, (figure.limit, figure.limit), "ink", dashed=True, wide=1.0)
-    for name, (x_values, y_values) in figure.curves.items():
-        chart.line(x_values, y_values, colour[name], tip=name)
-    for name, (x_values, y_values) in figure.points.items():
-        chart.dots(x_values, y_values, colour[name], [f"{name}: {y:.2f}" for y in y_values])
-    return document(chart, {name: (colour[name], name in figure.points) for name in colour}, COLOURS)
+        chart.axes.axhline(figure.limit, color=colour("ink"), linestyle="--", linewidth=1)
+    for series, (name, (x, y)) in zip(cycle(SERIES), figure.curves.items(), strict=False):
+        (line,) = chart.axes.plot(x, y, color=colour(series), linewidth=2, label=name)
+        chart.tip(line, name)
+    for marker, (name, (x, y)) in zip(cycle("sDo^v"), figure.points.items(), strict=False):
+        (dots,) = chart.axes.plot(x, y, marker, color=colour("ink"), label=name)
+        chart.tip(dots, *(f"{name}: {value:.2f}" for value in y))
+    chart.legend()
+    return chart.document()

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from skyrl_thundersync.charts import PALETTE
 from skyrl_thundersync.cli.app import app
-from skyrl_thundersync.report.svg import Chart, number, ticks
+from skyrl_thundersync.report.comparable import incomparable
 from skyrl_thundersync.telemetry import timeline
 from skyrl_thundersync.telemetry.rundata import read_run
 
@@ -125,15 +126,22 @@ def change(folder, **values):
         ("trainer__seed", "seed"),
     ],
 )
-def test_runs_that_do_other_work_have_no_speed_up_and_the_reason_is_said(runs, tmp_path, option, kind):
+def test_runs_that_do_other_work_are_not_comparable(runs, option, kind):
     fast, slow = runs
     for folder, value in ((fast, 4), (slow, 3)):
         change(folder, **{option: value})
+    reason = f"{kind}: {option.replace('__', '.')} is 3 there, 4 here"
+    assert incomparable(read_run(slow, 1), read_run(fast, 1)) == [reason]
+
+
+def test_runs_that_are_not_comparable_have_no_speed_up_and_the_reason_is_said(runs, tmp_path):
+    for folder, seed in zip(runs, (4, 3), strict=True):
+        change(folder, trainer__seed=seed)
     said, html = page(runs, tmp_path / "r.html")
-    dotted = option.replace("__", ".")
-    reason = f"{kind}: {dotted} is 3 there, 4 here"
+    reason = "seed: trainer.seed is 3 there, 4 here"
     assert said["runs"][0]["speedup"] is None and said["runs"][0]["incomparable"] == [reason]
-    assert "not comparable" in html and "×" not in html
+    assert "fast &lt;&amp;&gt; one is not comparable with slow:" in html and f"<li>{reason}</li>" in html
+    assert not re.search(r"\d×", html)
     shown = CliRunner().invoke(app, ["report", *map(str, runs), "--out", str(tmp_path / "r.html")]).output
     assert "is not comparable with slow:" in shown and reason in shown and "x " not in shown.partition("not comp")[0]
 
@@ -150,24 +158,34 @@ def test_what_the_same_work_is_done_with_is_said_beside_the_speed_up(runs, tmp_p
     said, html = page(runs, tmp_path / "r.html")
     assert said["runs"][0]["incomparable"] == [] and said["runs"][0]["speedup"]["mean"] > 1
     assert said["runs"][0]["differs"] == ["thundersync.learner.ranks is 2 there, 4 here"]
-    assert "not of the schedule alone: thundersync.learner.ranks is 2 there, 4 here" in html
+    assert "What fast &lt;&amp;&gt; one gains over slow is not of the schedule alone" in html
+    assert "<li>thundersync.learner.ranks is 2 there, 4 here</li>" in html
 
 
 class Page(HTMLParser):
-    """Tags that are open, and everything that could load something."""
+    """Tags that are open, everything that could load something, and names within the page."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.loads, self.count = [], [], {}
+        self.open, self.loads, self.count, self.ids, self.meant = [], [], {}, [], set()
 
     def handle_starttag(self, tag, attributes):
         self.count[tag] = self.count.get(tag, 0) + 1
-        self.loads += [value for name, value in attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            elif name == "href" and value.startswith("#"):
+                self.meant.add(value[1:])
+            elif name in ("src", "href", "xlink:href", "srcset", "data"):
+                self.loads.append(value)
+            self.meant |= set(re.findall(r"url\(#([^)]*)\)", value or ""))
         if tag not in ("meta", "link"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
-        self.count[tag] = self.count.get(tag, 0) + 1
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta", "link"):
+            self.open.pop()
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -180,7 +198,8 @@ def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
     assert parsed.open == []
     assert parsed.loads == ["data:,"]
     assert "script" not in parsed.count
-    assert not re.search(r"@import|url\(|https?://", html)
+    assert not re.search(r"@import|url\((?!#)|https?://", html)
+    assert len(set(parsed.ids)) == len(parsed.ids) and parsed.meant == set(parsed.ids)
     assert "fast &lt;&amp;&gt; one" in html
     assert "fast <&> one" not in html
     # Two step charts, four learning curves, two releases, two timelines, one memory.
@@ -190,10 +209,52 @@ def test_the_page_is_whole_and_loads_nothing(runs, tmp_path):
 def test_every_phase_of_every_update_is_a_bar_of_its_length(runs, tmp_path):
     _, html = page(runs[:1], tmp_path / "r.html")
     rows = read_run(runs[0], 0).rows
-    bars = re.findall(r"<title>update (\d+), (\w+): ([\d.e-]+) s of", html)
+    bars = re.findall(r'<path d="([^"]*)"[^>]*><title>update (\d+), (\w+): ([\d.e-]+) s of', html)
     assert len(bars) == UPDATES * 5
-    for update, phase, seconds in bars:
-        assert float(seconds) == pytest.approx(rows[int(update) - 1][f"timing/{phase}"], rel=0.01)
+    pixels, seconds = [], []
+    for path, update, phase, said in bars:
+        ys = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
+        pixels.append(max(ys) - min(ys))
+        seconds.append(rows[int(update) - 1][f"timing/{phase}"])
+        assert float(said) == pytest.approx(seconds[-1], rel=0.01)
+    second = sum(pixels) / sum(seconds)
+    assert pixels == pytest.approx([second * length for length in seconds], abs=0.05)
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return sum(
+        w * (c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4)
+        for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("theme", "panel"), [(0, "#ffffff"), (1, "#1b2026")])
+def test_texts_and_curves_stand_out_in_light_and_dark(runs, tmp_path, theme, panel):
+    """WCAG's contrast: 4.5 for text, 3 for graphics. Every colour of a chart is the page's to choose."""
+    _, html = page(runs, tmp_path / "r.html")
+    themes = re.findall(r":root \{([^}]*)\}", html)
+    assert len(themes) == 2 and (panel in themes[theme] or "#fff;" in themes[theme])
+    for name, colours in PALETTE.items():
+        assert f"--{name}: {colours[theme]};" in themes[theme]
+        high, low = sorted((luminance(colours[theme]), luminance(panel)), reverse=True)
+        least = 4.5 if name in ("ink", "soft") else 3 if name.startswith("run") else 1
+        assert (high + 0.05) / (low + 0.05) >= least, name
+    for drawing in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        assert set(re.findall(r"#[0-9a-f]{6}\b", drawing)) == set()
+
+
+def test_the_same_runs_make_the_same_page(runs, tmp_path):
+    assert page(runs, tmp_path / "one.html")[1] == page(runs, tmp_path / "two.html")[1]
+
+
+def test_a_run_of_one_update_is_drawn(runs, tmp_path):
+    folder = runs[0]
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(rows[:2]))
+    _, html = page([folder], tmp_path / "r.html", "--warmup", "0")
+    reward = html.partition('aria-label="mean reward against updates"')[2].partition("</svg>")[0]
+    assert re.search(r"<use [^>]*var\(--run0\)", reward)
 
 
 def test_release_is_counted_from_entering_the_queue(runs):
@@ -230,19 +291,3 @@ def test_what_is_no_run_is_said(tmp_path):
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code != 0
     assert "holds no config.yaml" in str(done.exception)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0031), (2, 1234), (0.3, 0.35), (0, 9)])
-def test_axes_have_round_numbers_inside_them(low, high):
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 7
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value in found)
-    gaps = {round(b - a, 9) for a, b in zip(found, found[1:], strict=False)}
-    assert len(gaps) == 1
-    assert number(found[-1])
-
-
-def test_a_broken_series_leaves_a_gap():
-    chart = Chart((0, 3), (0, 1), "x", "y", "t")
-    chart.line([0, 1, 2, 3], [0.5, float("nan"), 0.5, 0.7], "run0")
-    assert re.search(r'd="M[\d.,]+M[\d.,]+L[\d.,]+"', chart.render())

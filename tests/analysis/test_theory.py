@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from skyrl_thundersync import theory
+from skyrl_thundersync.cli.theory import command
 from skyrl_thundersync.report import curves
 
+SVG = "{http://www.w3.org/2000/svg}"
 jobs = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=1, max_size=40)
 shape = st.tuples(st.floats(0, 3), st.floats(0, 1), st.floats(0.3, 4))
 
@@ -141,13 +143,21 @@ def test_the_curves_are_written_with_their_numbers_and_measured_points(tmp_path)
     drawn = json.loads((tmp_path / "theory.json").read_text())
     for name, chart in drawn.items():
         root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
-        lines = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if "var(--c" in path.get("stroke")]
-        assert len(lines) == len(chart["curves"])
-        for line, (x, _) in zip(lines, chart["curves"].values(), strict=True):
-            at = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", line.get("d"))[1:]]
-            assert len(at) == len(x) and all(0 <= a <= curves.WIDTH and 0 <= b <= curves.HEIGHT for a, b in at)
+        named = {group.findtext(f"{SVG}title"): group for group in root.iter(f"{SVG}g")}
+        pixels, values = [], []
+        for curve, (x, y) in chart["curves"].items():
+            line = named[curve].find(f"{SVG}path").get("d")
+            a, b = np.array(re.findall(r"[ML] ([\d.]+) ([\d.]+)", line), dtype=float).T
+            at = x[0] + (a - a[0]) * (x[-1] - x[0]) / (a[-1] - a[0])
+            pixels.append(b)
+            values.append(np.interp(at, x, y))
+        # One scale for all curves of a figure, upside down.
+        pixels, values = np.concatenate(pixels), np.concatenate(values)
+        slope, offset = np.polyfit(values, pixels, 1)
+        assert slope < 0 and np.abs(slope * values + offset - pixels).max() < 0.5
     assert {f.name for f in files} == {f"{name}.svg" for name in drawn} | {"theory.json"}
-    assert (tmp_path / "speedup_rho.svg").read_text().count("<circle") == 3  # two points and the legend's
+    points = re.findall(r"<title>(measured: [\d.]+)</title>", (tmp_path / "speedup_rho.svg").read_text())
+    assert points == ["measured: 1.40", "measured: 1.60"]
     for name in ("speedup_rho", "speedup_heterogeneity", "speedup_waves"):
         assert all(1 - 1e-9 <= y <= 2 + 1e-9 for _, ys in drawn[name]["curves"].values() for y in ys)
     with pytest.raises(ValueError, match="no figure is named 'other'"):
@@ -156,7 +166,7 @@ def test_the_curves_are_written_with_their_numbers_and_measured_points(tmp_path)
 
 def test_the_command_says_what_the_functions_say():
     app = typer.Typer()
-    app.command()(theory.command)
+    app.command()(command)
     result = CliRunner().invoke(app, ["--rho", "1", "--objective", "grpo", "--share", "0", "--kappa", "0", "--json"])
     figures = json.loads(result.stdout)
     assert figures["tail"] == pytest.approx(0.25, abs=1e-6) and figures["speedup"] == pytest.approx(1.6, abs=1e-5)

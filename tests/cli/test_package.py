@@ -21,18 +21,21 @@ def test_every_module_travels_in_the_wheel(wheel):
     assert modules - contents(wheel) == set()
 
 
-def test_presets_and_assets_travel_in_the_wheel(wheel):
+def test_presets_assets_and_templates_travel_in_the_wheel(wheel):
     held = contents(wheel)
     presets = {f"skyrl_thundersync/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert presets
     assert presets - held == set()
-    assets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "skyrl_thundersync/quickstart/assets").iterdir()}
-    assert assets - held == set()
+    for folder in ("quickstart/assets", "report/templates"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "skyrl_thundersync" / folder).iterdir()}
+        assert files and files - held == set()
     assert not [name for name in held if name.startswith(("tests/", "configs/"))]
 
 
 def test_the_installed_package_finds_its_own_presets(site):
-    script = "from skyrl_thundersync import presets as p; print(p.own_presets(), p.preset_names(p.own_presets()))"
+    script = (
+        "from skyrl_thundersync.options import presets as p; print(p.own_presets(), p.preset_names(p.own_presets()))"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=site, capture_output=True, text=True, check=True)
     assert str(site / "skyrl_thundersync" / "configs") in done.stdout
     assert "opd/quickstart" in done.stdout
