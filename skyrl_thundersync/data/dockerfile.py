@@ -1,7 +1,7 @@
 """Dockerfiles that only copy files over a base image, read without an engine.
 
 Such an environment is its base image and a set of files, so it needs no build and runs in any sandbox. Everything else
-(RUN above all) is left to `docker build`.
+(RUN above all) is left to `docker build`, and so is whatever a reader might take for something else than Docker does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import json
 import posixpath
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_CONTINUED = re.compile(r"\\[ \t]*\n")
+_ESCAPE = re.compile(r"\A(?:[ \t]*#.*\n)*?[ \t]*#[ \t]*escape[ \t]*=[ \t]*`", re.IGNORECASE)
+"""A parser directive that makes the backtick what the backslash is elsewhere: for paths of Windows."""
+_CONTINUED = re.compile(r"(?:^|(?<=[^\\]))\\[ \t]*$")
+_HEREDOC = re.compile(r"(?:^|\s)\d*<<(-?)([\"']?)(\w+)\2(?=\s|$)")
+_WITH_HEREDOC = ("ADD", "COPY", "RUN", "ONBUILD")
 _VARIABLE = re.compile(r"\$")
 _IGNORED = ("LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK")
 
@@ -46,9 +51,10 @@ def read_dockerfile(path: Path) -> CopiedEnvironment:
         NeedsBuildError: there is anything else in it, or a path to copy that is not in its folder.
     """
     image, workdir, files, env = None, "/", {}, {}
-    for line in _instructions(path.read_text(encoding="utf-8")):
-        word, _, rest = line.partition(" ")
-        word, rest = word.upper(), rest.strip()
+    text = path.read_text(encoding="utf-8-sig")
+    if _ESCAPE.match(text):
+        raise NeedsBuildError("another escape character")
+    for word, rest in _instructions(text):
         if word in _IGNORED or (word == "USER" and rest in ("root", "0", "0:0", "agent", "1000")):
             continue
         if _VARIABLE.search(rest):
@@ -56,7 +62,7 @@ def read_dockerfile(path: Path) -> CopiedEnvironment:
         if word == "FROM" and image is None and len(rest.split()) == 1:
             image = rest
         elif word == "WORKDIR":
-            workdir = posixpath.normpath(posixpath.join(workdir, rest))
+            workdir = posixpath.normpath(posixpath.join(workdir, _unquoted(rest)))
         elif word == "ENV":
             env |= _env(rest)
         elif word == "COPY":
@@ -68,27 +74,99 @@ def read_dockerfile(path: Path) -> CopiedEnvironment:
     return CopiedEnvironment(image, workdir, files, env)
 
 
-def _instructions(text: str) -> list[str]:
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    joined = _CONTINUED.sub(" ", "\n".join(lines) + "\n")
-    return [line.strip() for line in joined.splitlines() if line.strip()]
+def last_workdir(path: Path) -> str:
+    """Where the last stage of any Dockerfile ends up, as far as its own WORKDIRs say; "/" without one."""
+    workdir, name, stages = "/", "", {}
+    for word, rest in _instructions(path.read_text(encoding="utf-8-sig")):
+        if word == "FROM":
+            stages[name] = workdir
+            base, *named = [part for part in rest.split() if not part.startswith("--")] or [""]
+            workdir = stages.get(base.lower(), "/")
+            name = named[1].lower() if len(named) == 2 else ""
+        elif word == "WORKDIR":
+            workdir = posixpath.normpath(posixpath.join(workdir, rest.strip("\"'")))
+    return workdir
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Each instruction's word, in capitals, and its text on one line, as BuildKit reads them.
+
+    Comments and empty lines may stand within a continued instruction. What follows a heredoc's mark is not of the file's own
+    instructions, up to the heredoc's end.
+    """
+    lines, open_line = iter(text.split("\n")), ""
+    for line in lines:
+        line = line.rstrip("\r")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        open_line += line if open_line else line.lstrip()
+        if _CONTINUED.search(open_line):
+            open_line = _CONTINUED.sub("", open_line)
+            continue
+        word, _, rest = open_line.strip().replace("\t", " ").partition(" ")
+        open_line = ""
+        if word.upper() in _WITH_HEREDOC:
+            for dash, _, name in _HEREDOC.findall(rest):
+                for inner in lines:
+                    if (inner.lstrip("\t") if dash else inner).rstrip("\r") == name:
+                        break
+        yield word.upper(), rest.strip()
+    if open_line.strip():  # the file ends with a continuation
+        word, _, rest = open_line.strip().partition(" ")
+        yield word.upper(), rest.strip()
+
+
+def _split(text: str, instruction: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise NeedsBuildError(f"{instruction} {text[:40]}: {error}") from error
+
+
+def _unquoted(text: str, instruction: str = "WORKDIR") -> str:
+    """A text without its quotes; what stands between words stays."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace = lexer.commenters = ""
+    lexer.whitespace_split = True
+    try:
+        return "".join(lexer)
+    except ValueError as error:
+        raise NeedsBuildError(f"{instruction} {text[:40]}: {error}") from error
 
 
 def _env(rest: str) -> dict[str, str]:
-    words = shlex.split(rest)
-    if all("=" in word for word in words):
-        return dict(word.split("=", 1) for word in words)
     name, _, value = rest.partition(" ")
-    return {name: value.strip()}
+    if "=" not in name:
+        return {name: _unquoted(value.strip(), "ENV")}
+    words = _split(rest, "ENV")
+    if not all("=" in word for word in words):
+        raise NeedsBuildError(f"ENV {rest[:40]}")
+    return dict(word.split("=", 1) for word in words)
+
+
+def _words(rest: str) -> list[str]:
+    """Of COPY: a list in JSON, or what white space parts."""
+    if rest.startswith("["):
+        try:
+            words = json.loads(rest)
+        except json.JSONDecodeError:
+            words = None
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            return words
+    return [_unquoted(word, "COPY") for word in rest.split()]
 
 
 def _copied(rest: str, workdir: str, context: Path) -> dict[str, Path]:
+    if _HEREDOC.search(rest):
+        raise NeedsBuildError("COPY with a heredoc")
+    if any((context / name).exists() for name in (".dockerignore", "Dockerfile.dockerignore")):
+        raise NeedsBuildError("COPY under a .dockerignore")
     while rest.startswith("--"):
         flag, _, rest = rest.partition(" ")
         rest = rest.strip()
         if not flag.startswith(("--chown=", "--chmod=")):
             raise NeedsBuildError(f"COPY {flag}")
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = _words(rest)
     if len(words) < 2:
         raise NeedsBuildError(f"COPY {rest[:40]}")
     *sources, given = words
@@ -107,6 +185,6 @@ def _copied(rest: str, workdir: str, context: Path) -> dict[str, Path]:
                 if file.is_file():
                     files[posixpath.join(target, file.relative_to(found).as_posix())] = file
         else:
-            into_folder = given.endswith("/") or given in (".", "./") or len(sources) > 1
+            into_folder = given.endswith("/") or target == workdir or len(sources) > 1
             files[posixpath.join(target, found.name) if into_folder else target] = found
     return files

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_thundersync.data.dockerfile import NeedsBuildError, read_dockerfile
+from skyrl_thundersync.data.dockerfile import NeedsBuildError, last_workdir, read_dockerfile
 from skyrl_thundersync.data.task_folder import (
     ENABLEABLE,
     Unsupported,
@@ -225,7 +225,7 @@ def _environment(folder: Path, environment: Mapping[str, Any]) -> tuple[_Place, 
     try:
         copied = read_dockerfile(dockerfile)
     except NeedsBuildError as problem:
-        workdir = environment.get("workdir") or _last_workdir(dockerfile)
+        workdir = environment.get("workdir") or last_workdir(dockerfile)
         return _Place(image or image_tag(folder), workdir, {}, {}), None if image else str(problem)
     workdir = environment.get("workdir") or copied.workdir
     prefix = WORKSPACE + "/"
@@ -238,11 +238,6 @@ def _environment(folder: Path, environment: Mapping[str, Any]) -> tuple[_Place, 
         except UnicodeDecodeError:
             raise Unsupported(name, "binary", f"environment/{file.name} is no text") from None
     return _Place(image or copied.image, WORKSPACE, files, copied.env), None
-
-
-def _last_workdir(dockerfile: Path) -> str:
-    found = re.findall(r"^\s*WORKDIR\s+(\S+)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[-1] if found else "/"
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from skyrl_thundersync.data.dockerfile import NeedsBuildError, read_dockerfile
+from skyrl_thundersync.data.dockerfile import NeedsBuildError, last_workdir, read_dockerfile
 from skyrl_thundersync.data.harbor import image_tag, read_task, read_tasks
 from skyrl_thundersync.data.task_folder import Unsupported
 from skyrl_thundersync.sandbox.base import CommandResult
@@ -141,10 +141,23 @@ def test_the_image_tag_follows_the_environment_only(make_task):
         "FROM $BASE\n",
         "FROM a\nUSER bob\n",
         "WORKDIR /\n",
+        "# escape=`\nFROM a\nCOPY f `\n  g/\n",
+        "# syntax=docker/dockerfile:1\n# escape=`\nFROM a\n",
+        "FROM a\nCOPY <<EOF /x\nhi\nEOF\n",
+        "FROM a\nCOPY <<-'END' f g/\n\thi\n\tEND\n",
+        "FROM a\nRUN <<EOF\ntrue\nEOF\n",
+        "FROM a\nONBUILD COPY f g\n",
+        "FROM a\nCOPY [f g\n",
+        "FROM a\nCOPY f' g\n",
+        'FROM a\nCOPY "f g" h\n',
+        "FROM a\nENV A=1 B\n",
+        "FROM a\nENV A='1\n",
+        "FROM a\nCOPY f g\nRUN \\",
     ],
 )
 def test_dockerfiles_that_do_more_than_copy_need_a_build(tmp_path, text):
     (tmp_path / "Dockerfile").write_text(text)
+    (tmp_path / "f").write_text("1")
     with pytest.raises(NeedsBuildError):
         read_dockerfile(tmp_path / "Dockerfile")
 
@@ -158,6 +171,50 @@ def test_dockerfile_continuations_comments_and_json_form(tmp_path):
     read = read_dockerfile(tmp_path / "Dockerfile")
     assert (read.image, read.workdir, read.env) == ("a:2", "/w/x", {"A": "1", "B": "two words", "C": "three"})
     assert read.files == {"/w/x/g": tmp_path / "f"}
+
+
+@pytest.mark.parametrize(
+    ("text", "workdir", "env", "files"),
+    [
+        ("\ufeffFROM a\r\nWORKDIR /w\r\nCOPY f .\r\n", "/w", {}, ["/w/f"]),
+        ("FROM a\nENV A=1 \\\n\n  # inside\n  B=2\n", "/", {"A": "1", "B": "2"}, []),
+        ("FROM a\nWORKDIR /w\\\n/x\n", "/w/x", {}, []),
+        ("FROM a\nWORKDIR '/a b'\n", "/a b", {}, []),
+        ('FROM a\nENV A "x  y" z\n', "/", {"A": "x  y z"}, []),
+        ("FROM a\nWORKDIR /w\nCOPY f /w\n", "/w", {}, ["/w/f"]),
+        ("FROM\ta\nCOPY f /g \\", "/", {}, ["/g"]),
+        ("FROM a\nCMD cat <<EOF\nWORKDIR /w\n", "/w", {}, []),
+    ],
+)
+def test_dockerfiles_are_read_as_docker_reads_them(tmp_path, text, workdir, env, files):
+    (tmp_path / "Dockerfile").write_bytes(text.encode())
+    (tmp_path / "f").write_text("1")
+    read = read_dockerfile(tmp_path / "Dockerfile")
+    assert (read.image, read.workdir, read.env, list(read.files)) == ("a", workdir, env, files)
+
+
+def test_what_a_dockerignore_keeps_out_is_not_copied(tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM a\nCOPY . /w\n")
+    (tmp_path / ".dockerignore").write_text("secret\n")
+    (tmp_path / "secret").write_text("1")
+    with pytest.raises(NeedsBuildError, match="dockerignore"):
+        read_dockerfile(tmp_path / "Dockerfile")
+
+
+@pytest.mark.parametrize(
+    ("text", "workdir"),
+    [
+        ("FROM a\nWORKDIR /w\nWORKDIR x\nRUN true\n", "/w/x"),
+        ("FROM a\nWORKDIR /w\nRUN <<EOF\nWORKDIR /no\nEOF\n", "/w"),
+        ("FROM a\nWORKDIR /w\n# WORKDIR /no\nRUN true \\\n  WORKDIR /no\n", "/w"),
+        ("FROM a AS b\nWORKDIR /w\nFROM c\nRUN true\n", "/"),
+        ("FROM a AS b\nWORKDIR /w\nFROM c\nFROM b\nWORKDIR x\n", "/w/x"),
+        ("RUN true\n", "/"),
+    ],
+)
+def test_the_working_folder_of_an_image_that_is_built(tmp_path, text, workdir):
+    (tmp_path / "Dockerfile").write_text(text)
+    assert last_workdir(tmp_path / "Dockerfile") == workdir
 
 
 def result(**files):
