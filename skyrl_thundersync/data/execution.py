@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from skyrl_thundersync.data.harbor import HarborTask
+from skyrl_thundersync.sandbox.archive import tar
 from skyrl_thundersync.sandbox.pool import SandboxPool
-from skyrl_thundersync.tasks.grading import tar
 from skyrl_thundersync.tasks.terminal_env import SUBMIT, TerminalEnv
 
 

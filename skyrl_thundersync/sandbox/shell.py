@@ -13,11 +13,9 @@ early and gains nothing; grading runs in a shell that starts after the agent's l
 
 from __future__ import annotations
 
-import io
 import re
 import secrets
 import shlex
-import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from skyrl_thundersync.sandbox.archive import tar
 from skyrl_thundersync.sandbox.base import (
     TIMEOUT_EXIT_CODE,
     WORKSPACE,
@@ -205,7 +204,8 @@ class ShellSandbox(ABC):
 
     def write_files(self, files: Mapping[str, str]) -> None:
         contents = checked_files(files, self.limits)
-        archive = _tar(contents)
+        data = {path: text.encode("utf-8", "replace") for path, text in contents.items()}
+        archive = tar(data, int(time.time()))
         # `cat` takes what tar leaves of the padding, so that the shell does not read it as commands.
         untar = f"tar -x -f - --no-same-owner -C {WORKSPACE}; s=$?; cat >/dev/null; exit $s"
         unpack = f"( head -c {len(archive)} | {{ {untar}; }} )"
@@ -295,17 +295,3 @@ class ShellSandbox(ABC):
             raise SandboxLost(f"sandbox {self.name} is closed")
         if self._lost is not None:
             raise SandboxLost(self._lost)
-
-
-def _tar(files: Mapping[str, str]) -> bytes:
-    """A tar archive of regular files, mode 0755 where the text starts with `#!`, else 0644."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, text in sorted(files.items()):
-            data = text.encode("utf-8", "replace")
-            entry = tarfile.TarInfo(path)
-            entry.size = len(data)
-            entry.mode = 0o755 if text.startswith("#!") else 0o644
-            entry.mtime = int(time.time())
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
 import re
 import shlex
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from skyrl_thundersync.sandbox.archive import tar
 from skyrl_thundersync.sandbox.base import HARBOR_FOLDERS, WORKSPACE, CommandResult
 from skyrl_thundersync.tasks.reward import REWARD_RULE, usable_reward
 
@@ -121,15 +120,3 @@ def _reward(said: object) -> float:
     if reward is None:
         raise ValueError(f"{str(said)[:100]!r}: {REWARD_RULE}")
     return reward
-
-
-def tar(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive of regular files, mode 0755 where the content starts with `#!`, else 0644."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, data in sorted(files.items()):
-            entry = tarfile.TarInfo(path)
-            entry.size = len(data)
-            entry.mode = 0o755 if data.startswith(b"#!") else 0o644
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
