@@ -141,11 +141,15 @@ def _windows(file: Path) -> Iterator[bytes]:
             yield handle.read(WINDOW)
 
 
+def _is_model(value: Any) -> bool:
+    """Whether it is what `identity` says of a model."""
+    return isinstance(value, Mapping) and value.keys() == {"model", "content"}
+
+
 def _same(saved: Any, now: Any) -> bool:
-    if isinstance(saved, Mapping) and isinstance(now, Mapping) and saved.get("content") and now.get("content"):
-        return saved["content"] == now["content"]
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):  # one of them is not on its machine yet
-        return saved["model"] == now["model"]
+    if _is_model(saved) and _is_model(now):
+        whole = saved["content"] and now["content"]  # else one of them is not on its machine yet
+        return saved["content"] == now["content"] if whole else saved["model"] == now["model"]
     return saved == now
 
 
@@ -157,7 +161,7 @@ def _shape_differences(saved: list, now: list) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, Mapping) and value.keys() == {"model", "content"}:  # a model, as `identity` says it
+    if _is_model(value):
         content = value["content"] and value["content"][:12]
         return f"{value['model']} (of content {content or 'unknown'})"
     text = json.dumps(value)

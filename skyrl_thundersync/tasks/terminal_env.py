@@ -14,7 +14,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
@@ -57,7 +57,8 @@ _REWARD = re.compile(r"reward=(.*)")
 
 def register_terminal_env(sandboxes: SandboxPool) -> None:
     """Make `env_class: terminal` known to SkyRL: episodes made from now on run in these sandboxes."""
-    registry[ENV_ID] = EnvSpec(ENV_ID, partial(TerminalEnv, sandboxes=sandboxes))
+    there = type("TerminalEnv", (TerminalEnv,), {"__init__": partialmethod(TerminalEnv.__init__, sandboxes=sandboxes)})
+    registry[ENV_ID] = EnvSpec(ENV_ID, there)  # SkyRL also asks the class itself, for its metrics
 
 
 class TerminalEnv(BaseTextEnv):

@@ -129,6 +129,7 @@ def config(student, teacher, **learner):
     return SimpleNamespace(
         thundersync=SimpleNamespace(
             objective="opd" if teacher else "grpo",
+            objective_options={},
             device="cpu",
             learner=SimpleNamespace(**block),
             teacher=SimpleNamespace(model=teacher, dtype="float32", replicas=1),

@@ -69,7 +69,10 @@ def test_unknown_flags_are_refused(monkeypatch, capsys):
 def test_help_is_light(site):
     """Neither help nor the list of plugins may load what takes seconds."""
     script = (
-        "import sys; from skyrl_thundersync import cli, plugins; plugins.find('thundersync')\n"
+        "import sys\n"
+        "from skyrl_thundersync.cli import app as cli\n"
+        "from skyrl_thundersync.options import registry\n"
+        "registry.find('thundersync')\n"
         "sys.argv = ['skyrl', 'train', '--help']\n"
         "try: cli.main()\n"
         "except SystemExit as end: assert not end.code\n"
@@ -109,7 +112,7 @@ def test_training_goes_in_through_skyrls_own_entry(tmp_path, site):
     (metadata / "entry_points.txt").write_text("[skyrl.plugins]\nother = other:PLUGIN\n")
     (tmp_path / "both.py").write_text(
         "import sys\n"
-        "from skyrl_thundersync import cli\n"
+        "from skyrl_thundersync.cli import app as cli\n"
         "cli.run(['+plugin=other', '+config=group/one', 'trainer.seed=9'])\n"
         "sys.argv = ['main_base', 'trainer.override_entrypoint=other', \"trainer.run_name='007'\", 'trainer.seed=9']\n"
         "from skyrl.train.entrypoints import main_base\n"
