@@ -16,7 +16,7 @@ from skyrl_thundersync.simulate.meter import Meter, SimulatedUpdate
 from skyrl_thundersync.simulate.virtual_time import Events, Timers, VirtualLoop
 from skyrl_thundersync.simulate.workload import RecordedRollouts, Rollouts, float_zeros
 from skyrl_thundersync.stream.placement import Placement
-from skyrl_thundersync.stream.release import WorkPolicy
+from skyrl_thundersync.stream.release import ReleaseRule, WorkPolicy
 from skyrl_thundersync.stream.scheduler import Scheduler
 from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import MOST_PER_CALL, Update
@@ -38,14 +38,18 @@ class Teachers:
 
 
 def direct(
-    rollouts: Rollouts | RecordedRollouts, machine: Machine, policy: WorkPolicy, placement: Placement | None = None
+    rollouts: Rollouts | RecordedRollouts,
+    machine: Machine,
+    policy: WorkPolicy,
+    placement: Placement | None = None,
+    release: ReleaseRule | None = None,
 ) -> SimulatedUpdate:
     """Simulate one update without asyncio: some ten microseconds a work item.
 
-    placement: a fresh one to use in place of the schedule's own.
+    placement, release: fresh ones to use in place of the schedule's own.
     """
     events = Events()
-    update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy, placement)
+    update = DirectUpdate(events, rollouts, machine.under(policy.schedule), policy, placement, release)
     rollouts.begin(events, update, update.on_rollouts_ended)
     with _uncollected():
         events.run(update.settle, update.woken)
@@ -133,7 +137,13 @@ class DirectUpdate:
     """
 
     def __init__(
-        self, events: Events, rollouts, machine: Machine, policy: WorkPolicy, placement: Placement | None = None
+        self,
+        events: Events,
+        rollouts,
+        machine: Machine,
+        policy: WorkPolicy,
+        placement: Placement | None = None,
+        release: ReleaseRule | None = None,
     ) -> None:
         self._events, self._suffix_s = events, machine.suffix_s
         self._meter = Meter(events, machine, policy)
@@ -147,6 +157,7 @@ class DirectUpdate:
             entered=self._meter.released_to,
             now=events.time,
             placement=placement,
+            release=release,
         )
         self.ledger, self.woken = self._scheduler.ledger, self._scheduler.woken
         self._idle = [True] * machine.ranks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from skyrl_thundersync.stream.sources import CloseGroup, Work, group_of
 
@@ -34,6 +35,17 @@ class WorkPolicy:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}; known are {', '.join(SCHEDULES)}")
+
+
+class ReleaseRule(Protocol):
+    """Decides when, never what. Each item it is offered it gives back once, a group's in the order in which they came, and
+    the last of them when the rollouts have ended."""
+
+    def offer(self, work: Work) -> list[Work]:
+        """`work` became ready; what may enter the queues now, in order."""
+
+    def rollouts_ended(self) -> list[Work]:
+        """The last trajectory of the batch closed; likewise."""
 
 
 @dataclass

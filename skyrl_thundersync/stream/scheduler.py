@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.queue import ReadyQueue
-from skyrl_thundersync.stream.release import ReleaseGate, WorkPolicy
+from skyrl_thundersync.stream.release import ReleaseGate, ReleaseRule, WorkPolicy
 from skyrl_thundersync.stream.rewards import RewardGate
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work
 
@@ -30,7 +30,7 @@ class Scheduler:
         teacher: whether a source is ready only once a teacher has scored it.
         entered: called with (rank, work) as work enters a rank's queue.
         now: the clock, in seconds.
-        placement: in place of the schedule's own (placement.py).
+        placement, release: in place of the schedule's own (placement.py, release.py).
 
     Attributes:
         ledger: what the batch registered and what has closed.
@@ -50,13 +50,14 @@ class Scheduler:
         entered: Callable[[int, Work], None],
         now: Callable[[], float] = time.perf_counter,
         placement: Placement | None = None,
+        release: ReleaseRule | None = None,
     ) -> None:
         self.ledger = Ledger(version, groups)
         self.to_score: deque[Source] = deque()
         self.to_free: deque[TrajectoryId] = deque()
         self.woken: deque[int] = deque()
         self._teacher, self._entered = teacher, entered
-        self._release = ReleaseGate(policy.schedule, self.ledger.group_tokens)
+        self._release = release or ReleaseGate(policy.schedule, self.ledger.group_tokens)
         self._rewards_gate = None if policy.statistics_cap is None else RewardGate(policy.statistics_cap, groups)
         self._placement = placement or Placement(ranks, growing=policy.schedule == "thundersync")
         self._queue = ReadyQueue(ranks, policy.cap, policy.state_bytes, now)

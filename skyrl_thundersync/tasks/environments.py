@@ -28,4 +28,4 @@ def require(name: str) -> None:
         raise ConfigError(
             f"{name!r}: {found!r} is no environment. Derive it from skyrl_gym.envs.base_text_env.BaseTextEnv."
         )
-    skyrl_gym.register(id=name, entry_point=found)
+    skyrl_gym.register(id=name, entry_point=name)  # SkyRL asks the class that a text names for its metrics

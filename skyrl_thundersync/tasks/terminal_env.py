@@ -14,7 +14,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from functools import partialmethod
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
@@ -57,8 +56,14 @@ _REWARD = re.compile(r"reward=(.*)")
 
 def register_terminal_env(sandboxes: SandboxPool) -> None:
     """Make `env_class: terminal` known to SkyRL: episodes made from now on run in these sandboxes."""
-    there = type("TerminalEnv", (TerminalEnv,), {"__init__": partialmethod(TerminalEnv.__init__, sandboxes=sandboxes)})
-    registry[ENV_ID] = EnvSpec(ENV_ID, there)  # SkyRL also asks the class itself, for its metrics
+
+    class InSandboxes(TerminalEnv):
+        """A class, no partial: SkyRL asks it for `aggregate_metrics`, too."""
+
+        def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+            super().__init__(env_config, extras, sandboxes=sandboxes)
+
+    registry[ENV_ID] = EnvSpec(ENV_ID, InSandboxes)
 
 
 class TerminalEnv(BaseTextEnv):
