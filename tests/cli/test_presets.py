@@ -156,7 +156,7 @@ def paper_rows():
             yield pytest.param(option.strip("`"), preset.strip(" `"), value.strip("`"), reason, id=f"{option}-{preset}")
 
 
-@pytest.mark.parametrize(("option", "preset", "value", "reason"), paper_rows())
+@pytest.mark.parametrize(("option", "preset", "value", "reason"), list(paper_rows()))
 def test_the_papers_table_is_what_presets_say(option, preset, value, reason):
     leaves = merged(f"+config={preset}")
     assert ("default" if option not in leaves else str(leaves[option].value)) == value
