@@ -40,6 +40,7 @@ def options(cls: type, prefix: str) -> Iterator[str]:
         if dataclasses.is_dataclass(field.type):
             nested.append((field.type, f"{prefix}.{field.name}"))
             continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         choices = CHOICES.get(f"{prefix}.{field.name}")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         said = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""

@@ -100,10 +100,12 @@ def hear_all() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str] = ()) -> Job:
+def start(
+    folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str] = (), train: Sequence[str] | None = None
+) -> Job:
     """Start the quickstart job with `overrides`; its held-out tasks are the first `heldout` ones.
 
-    `within`: a command that runs the one it is followed by.
+    `within`: a command that runs the one it is followed by. `train`: in place of `skyrl train`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = materialise(folder.parent / "quickstart")
@@ -113,8 +115,8 @@ def start(folder: Path, *overrides: str, heldout: int = 8, within: Sequence[str]
     before, mark = shared_memory(), uuid.uuid4().hex
     command = [
         *within,
-        str(Path(sys.executable).with_name("skyrl-thundersync")),
-        *("train", "+plugin=thundersync", "+config=opd/quickstart"),
+        *(train or (str(Path(sys.executable).with_name("skyrl-thundersync")), "train")),
+        *("+plugin=thundersync", "+config=opd/quickstart"),
         f"trainer.policy.model.path={files.student}",
         f"thundersync.teacher.model={files.teacher}",
         f"data.train_data=[{files.train}]",

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -151,3 +152,11 @@ def test_a_learner_rank_that_is_killed_ends_the_run_with_its_cause(tmp_path):
 def child(run: job.Job, name: str) -> int:
     """Process id of an actor that this run started."""
     return next(pid for pid, command in job.descendants(run.mark).items() if command.startswith(name))
+
+
+def test_old_weights_under_a_new_version_end_the_run(tmp_path):
+    """Every replica is told of version 1 and given the files of version 0."""
+    run = job.start(tmp_path / "a", *LONG, train=(sys.executable, "-m", "tests.wrong_weights"))
+    assert run.wait(300) == 1, run.output()
+    assert re.search(r"rollout-0 says that it serves version 1, but \d+ of \d+ groups of its weights", run.output())
+    assert run.left() == set()

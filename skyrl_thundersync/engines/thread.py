@@ -12,8 +12,8 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -49,6 +49,8 @@ class EngineSpec:
             turn recomputes half a block more than it adds, on average.
         seed: of the sampler, for requests without one of their own.
         lora_rank: rank of the adapters that will be published; 0: the weights themselves are.
+        tensor_parallel_size: devices that the engine is split over, a process of its own each where it is more than one.
+        options: further arguments of vLLM's engine; they come before those named here.
         threads: OpenMP threads (CPU only).
         enforce_eager: no compilation: starts sooner, decodes slower.
         device: "cpu" or "cuda".
@@ -66,6 +68,8 @@ class EngineSpec:
     block_size: int = 32
     seed: int = 0
     lora_rank: int = 0
+    tensor_parallel_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     enforce_eager: bool = True
     device: str = "cpu"
@@ -95,7 +99,7 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
     if spec.model.startswith(("/", ".", "~")) and not Path(spec.model).expanduser().is_dir():
         raise FileNotFoundError(f"no model folder {spec.model}")
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", VLLM_NO_USAGE_STATS="1")
-    if spec.enforce_eager:
+    if spec.options.get("enforce_eager", spec.enforce_eager):
         # vLLM compiles some helpers (log-prob ranks, for one) even so: half a minute at the first request on two cores.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     on_cpu: dict[str, Any] = {}
@@ -114,25 +118,29 @@ def build_engine(spec: EngineSpec) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from skyrl_thundersync.engines.weight_worker import EXTENSION
+
     lora = {}
     if spec.lora_rank:
         lora = dict(enable_lora=True, max_lora_rank=_room_for(spec.lora_rank), max_loras=1, max_cpu_loras=2)
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=spec.model,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
-            enable_prefix_caching=spec.prefix_caching,
-            enable_chunked_prefill=spec.chunked_prefill,
-            enforce_eager=spec.enforce_eager,
-            seed=spec.seed,
-            disable_log_stats=True,
-            **on_cpu,
-            **lora,
-        )
+    arguments: dict[str, Any] = dict(
+        model=spec.model,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        enable_prefix_caching=spec.prefix_caching,
+        enable_chunked_prefill=spec.chunked_prefill,
+        enforce_eager=spec.enforce_eager,
+        seed=spec.seed,
+        disable_log_stats=True,
+        language_model_only=True,  # of a vision-language checkpoint; others have nothing else
+        tensor_parallel_size=spec.tensor_parallel_size,
+        worker_extension_cls=EXTENSION,
     )
+    if spec.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # inside of a Ray actor vLLM would start actors of its own
+    engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **on_cpu, **lora, **spec.options}))
     if spec.device == "cpu":
         from skyrl_thundersync.engines.cpu_seeds import take_back_discarded
 
@@ -288,19 +296,27 @@ class EngineThread:
         call.loop.call_soon_threadsafe(_resolve, call.done, call.function(self.engine))
 
 
-def logprobs_of(positions: Any, ids: list[int], first: int) -> list[float]:
+def logprobs_of(positions: Any, ids: list[int], first: int, cached: int = 0) -> list[float]:
     """log-probs (natural log) of `ids[first:]` out of vLLM's per-position prompt or sample log-probs.
 
+    Of a prompt whose first `cached` tokens came from the prefix cache, vLLM's model runner V1 returns all positions, those of
+    cached tokens without meaning; V2, the one on CUDA, leaves `cached` of them out. In both the last one is the last token's.
+
     Raises:
-        RuntimeError: vLLM returned fewer positions than ids, or a position without its id.
+        RuntimeError: vLLM returned another number of positions, or a position without its id.
     """
-    if len(positions) != len(ids):
-        raise RuntimeError(f"vLLM returned {len(positions)} log-prob positions for {len(ids)} tokens")
+    left_out = len(ids) - len(positions)
+    if left_out not in (0, cached) or 0 < left_out >= first:
+        raise RuntimeError(
+            f"vLLM returned {len(positions)} log-prob positions for {len(ids)} tokens, {cached} of them cached, and those "
+            f"from {first} on are needed"
+        )
     values = []
     for index in range(first, len(ids)):
-        if positions[index] is None or ids[index] not in positions[index]:
+        position = positions[index - left_out]
+        if position is None or ids[index] not in position:
             raise RuntimeError(f"vLLM returned no log-prob of token {ids[index]} at position {index}")
-        values.append(float(positions[index][ids[index]].logprob))
+        values.append(float(position[ids[index]].logprob))
     return values
 
 

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from skyrl_thundersync.engines.weight_bits import adapter_folder_bits
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.evaluate import results
 from skyrl_thundersync.evaluate import swe_bench_harness as swe_bench
@@ -31,7 +32,7 @@ from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.preflight import models as inputs
 from skyrl_thundersync.process.limits import raise_own_limits
 from skyrl_thundersync.process.quiet import quiet_imports
-from skyrl_thundersync.rollout.publication import AdapterIgnoredError, serve_adapter
+from skyrl_thundersync.rollout.publication import AdapterIgnoredError, probe_ids, serve_adapter
 from skyrl_thundersync.rollout.replica import LORA_NAME, engine_spec, start_replicas
 from skyrl_thundersync.sandbox.pool import SandboxPool
 from skyrl_thundersync.tasks.survey import Surveyor
@@ -160,7 +161,7 @@ def _session(
     device = "cuda" if uses_cuda(cfg) else "cpu"
     record = {
         "device": device,
-        "gpus": engine.num_engines if device == "cuda" else 0,
+        "gpus": engine.num_engines * engine.tensor_parallel_size if device == "cuda" else 0,
         "replicas": engine.num_engines,
         "planned": len(todo),
     }
@@ -204,19 +205,15 @@ def _session(
 
 async def _serve(cfg: Any, tokenizer: Any, device: str, adapter: Path | None, logs: Path) -> LocalEngineClient:
     engine = cfg.generator.inference_engine
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError(
-            "generator.inference_engine.tensor_parallel_size: evaluation replicas hold one GPU each. Set 1."
-        )
     longest = cfg.generator.max_input_length + cfg.generator.eval_sampling_params.max_generate_length
     spec = engine_spec(cfg, longest, _rank(adapter) if adapter else 0, device)
     client = LocalEngineClient(start_replicas(spec, engine.num_engines, logs), tokenizer, cfg.trainer.policy.model.path)
     await client.ready()
     if adapter:
-        rng = random.Random(cfg.trainer.seed)
-        probe = [rng.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
+        folder, ids = str(adapter.absolute()), probe_ids(tokenizer, PROBE_TOKENS)
+        bits = adapter_folder_bits(folder, getattr(torch, engine.model_dtype))
         try:
-            await serve_adapter(str(adapter.absolute()), 1, client, probe, cfg.thundersync.publish.tolerance)
+            await serve_adapter(folder, 1, client, bits, ids, cfg.thundersync.publish.tolerance)
         except AdapterIgnoredError as error:
             raise ConfigError(f"{error}. Nothing was evaluated.") from error
     return client

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from skyrl_thundersync.engines.weight_bits import Bits
 from skyrl_thundersync.learner.accumulate import Accumulator, contiguous_layout, trainable
 from skyrl_thundersync.learner.answers import RankStats, Step
 from skyrl_thundersync.learner.cut_state import layer_kinds
@@ -29,6 +30,7 @@ from skyrl_thundersync.learner.student import (
     checksum,
     cut_gap,
     load_student,
+    published_bits,
     save_student,
     stock_logps,
     student_folder,
@@ -230,6 +232,10 @@ class LearnerRank:
         No collective: one rank writes. Whatever `folder` held before is replaced.
         """
         save_student(self.model, self.spec, Path(folder))
+
+    def weight_bits(self) -> Bits:
+        """The bits of the weights (with LoRA, of the adapter) that `save_weights` writes; see engines/weight_bits.py."""
+        return published_bits(self.model, self.spec)
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """This rank's accumulated, unnormalised gradient by parameter name, as copies on the host."""

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from skyrl_thundersync.engines.weight_bits import Bits, adapter_bits, weight_bits
 from skyrl_thundersync.learner.accumulate import trainable
 from skyrl_thundersync.learner.attention import implementation
 from skyrl_thundersync.learner.kernel_choice import Choice, choose
@@ -109,6 +110,16 @@ def checksum(model: torch.nn.Module) -> tuple[int, ...]:
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     sums = [p.detach().view(words[p.element_size()]).sum(dtype=torch.int64) for _, p in trainable(model)]
     return tuple(torch.stack(sums).tolist())
+
+
+def published_bits(model: torch.nn.Module, spec: RankSpec) -> Bits:
+    """The bits (engines/weight_bits.py) of what `save_student` writes, from the parameters themselves: not from the files."""
+    dtype = getattr(torch, spec.learner.dtype)
+    if spec.lora is None:
+        return weight_bits(model.state_dict().items(), dtype)
+    from peft import get_peft_model_state_dict
+
+    return adapter_bits(get_peft_model_state_dict(model).items(), spec.lora.alpha / spec.lora.rank, dtype)
 
 
 def cut_gap(segments: SegmentModel, causal_lm: torch.nn.Module, spec: RankSpec) -> float:

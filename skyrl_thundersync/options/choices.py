@@ -9,6 +9,7 @@ DTYPES = ("bfloat16", "float32")
 CHOICES = {
     "thundersync.objective": (*OBJECTIVES, *offered(OBJECTIVE_POINTS), MODULE_CLASS),
     "thundersync.schedule": SCHEDULES,
+    "thundersync.rollout": ("auto", "servers", "replicas"),
     "thundersync.device": ("auto", "cpu", "cuda"),
     "thundersync.learner.dtype": DTYPES,
     "thundersync.learner.accumulator": ("fp32", "exact"),

@@ -66,6 +66,12 @@ class TeacherConfig:
     """Teacher processes; a trajectory stays with the one that holds its cache."""
     dtype: str = "bfloat16"
     """"bfloat16" or "float32"."""
+    tensor_parallel_size: int = 1
+    """vLLM only: devices that one replica is split over."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step at most; longer contexts are computed in parts. More of them cost memory, fewer leave a GPU idle."""
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """vLLM only: further arguments of its engine, as `generator.inference_engine.engine_init_kwargs`."""
     prefix_cache: bool = True
     """vLLM only. False scores every turn over its whole context again: quadratic in the number of turns."""
     request_timeout_s: float = 600.0
@@ -137,9 +143,10 @@ class PublishConfig:
     """The zero-staleness barrier after each step."""
 
     probe_tokens: int = 64
-    """Length of the fixed token sequence whose log-probs every replica must reproduce after loading new weights."""
+    """Length of the fixed text whose log-probs every replica must reproduce after loading new weights."""
     tolerance: float = 1e-3
-    """Largest difference allowed between a replica's probe log-probs and the learner's. BF16 serving wants about 0.1."""
+    """Largest difference in nats allowed between a replica's probe log-probs and the learner's. Other weights are found by
+    their bits; this is for what bits do not show. BF16 kernels may differ by some tenths on an unlikely token: 0.5 there."""
 
 
 @dataclass
@@ -158,6 +165,9 @@ class ThunderSyncConfig:
     last rollout. The update is the same."""
     device: str = "auto"
     """"cpu", "cuda", or "auto": CUDA where torch sees a device."""
+    rollout: str = "auto"
+    """Who samples. "servers": SkyRL's own inference servers, over HTTP. "replicas": vLLM in processes of this plugin. "auto":
+    servers on GPUs, replicas without. Without GPUs there is one server, `generator.inference_engine.num_engines=1`."""
     run_dir: Optional[str] = None
     """Folder for the resolved config, metrics.jsonl, logs and published weights. Default: runs/<trainer.run_name>."""
     replace_run: bool = False
@@ -234,6 +244,11 @@ def uses_cuda(cfg: "TrainConfig") -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def uses_servers(cfg: "TrainConfig") -> bool:
+    """Whether SkyRL's own inference servers sample (`thundersync.rollout`)."""
+    return cfg.thundersync.rollout == "servers" or (cfg.thundersync.rollout == "auto" and uses_cuda(cfg))
 
 
 def as_yaml(cfg: "TrainConfig") -> str:

@@ -52,7 +52,7 @@ def memory(cfg: TrainConfig) -> Check:
             (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())), default=0
         )
         parts = [("a learner rank", learner_device), ("a rollout replica", rollout / gpus_per_engine(cfg))]
-        parts += [("a teacher replica", teacher)] if teachers else []
+        parts += [("a teacher replica", teacher / cfg.thundersync.teacher.tensor_parallel_size)] if teachers else []
         problems += [
             f"{what} needs {_gib(size)} on its device before activations and K/V, a device has {_gib(room)}. "
             "Use LoRA, thundersync.learner.offload_optimizer=true, or more GPUs a replica."

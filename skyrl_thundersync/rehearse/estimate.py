@@ -121,7 +121,10 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     replicas = [_replica("rollout", student, engines.gpu_memory_utilization, gpus_per_engine(cfg), gpu, 2.0)]
     if of(ts).needs_teacher:
         teacher = architecture("thundersync.teacher.model", ts.teacher.model)
-        replicas.append(_replica("teacher", teacher, 0.9, 1, gpu, 1.0 if teacher.quantised else 2.0))
+        share = ts.teacher.engine_init_kwargs.get("gpu_memory_utilization", 0.9)
+        replicas.append(
+            _replica("teacher", teacher, share, ts.teacher.tensor_parallel_size, gpu, 1.0 if teacher.quantised else 2.0)
+        )
     learner_s = sum(row.times * row.seconds for row in rows if row.name != FINISH)
     compute_s = sum(row.times * row.device_s for row in rows if row.name != FINISH)
     publish_s = published / gpu.pcie + 2 * published / DISK
@@ -199,7 +202,9 @@ def _problems(found: Estimate, cfg: TrainConfig, elsewhere: float, tokens: int) 
         )
     for replica in found.replicas:
         option = (
-            "generator.inference_engine.tensor_parallel_size" if replica.name == "rollout" else "thundersync.teacher"
+            "generator.inference_engine.tensor_parallel_size"
+            if replica.name == "rollout"
+            else "thundersync.teacher.tensor_parallel_size"
         )
         if replica.tokens < tokens:
             problems.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from skyrl_thundersync.stream.sources import Source, TrajectoryId
@@ -20,14 +20,21 @@ class TurnHook:
 
     Args:
         client: SkyRL's client (hosts/skyrl/client.py without GPUs, SkyRL's own with them). Other attributes are its own.
-        served_version: the policy version the client serves, for clients that do not report one per answer.
+        version: the policy version of the running update, which sampling is seeded by.
         seed: makes every turn's sampling repeatable: its own seed follows from this one, the policy version, the session
             and the turn, whatever order the requests arrive in.
+        served_version: asks those who serve for their version, for clients that do not report one per answer.
     """
 
-    def __init__(self, client, served_version: Callable[[], int], seed: int) -> None:
+    def __init__(
+        self,
+        client,
+        version: Callable[[], int],
+        seed: int,
+        served_version: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
         self.client, self._seed = client, seed
-        self._served_version = served_version
+        self._version, self._served_version = version, served_version
         self._sink: Callable[[Source], None] | None = None
         self._trajectory_of: dict[str, TrajectoryId] = {}
         self._tokens: dict[TrajectoryId, list[int]] = {}
@@ -54,7 +61,7 @@ class TurnHook:
         """As the wrapped client's `generate`; each answer is reported before it is returned.
 
         Raises:
-            RuntimeError: a request of an unknown session, or an answer without the sampler's log-probs.
+            RuntimeError: a request of an unknown session, or an answer without the sampler's log-probs or version.
         """
         # The host may append to the lists it passed and to those it gets back: sources take copies.
         if self._sink is None:
@@ -67,7 +74,7 @@ class TurnHook:
             raise RuntimeError(
                 "the rollout engine returned no log-probs of the sampled tokens; set generator.sampling_params.logprobs=1"
             )
-        versions = output.get("policy_versions") or [self._served_version()] * len(prompts)
+        versions = output.get("policy_versions") or [await self._ask_version()] * len(prompts)
         for i, session in enumerate(input_batch["session_ids"]):
             if session not in self._trajectory_of:
                 raise RuntimeError(f"a request of session {session!r} arrived, which is no trajectory of this batch")
@@ -86,12 +93,17 @@ class TurnHook:
             self._answered[session] = answered
         return output
 
+    async def _ask_version(self) -> int:
+        if self._served_version is None:
+            raise RuntimeError("the rollout engine does not say which policy version gave an answer")
+        return await self._served_version()
+
     def _seeded(self, input_batch: dict) -> dict:
         sessions = input_batch["session_ids"]
         if len(sessions) != 1:
             raise RuntimeError(f"one request a turn is expected, got {len(sessions)}; set generator.batched=false")
         turn = self._turns.get(self._trajectory_of.get(sessions[0]), 0)
-        key = f"{self._seed}/{self._served_version()}/{sessions[0]}/{turn}".encode()
+        key = f"{self._seed}/{self._version()}/{sessions[0]}/{turn}".encode()
         seed = int.from_bytes(hashlib.blake2s(key, digest_size=4).digest())
         return {**input_batch, "sampling_params": {**(input_batch.get("sampling_params") or {}), "seed": seed}}
 

@@ -2,12 +2,12 @@
 
 Unlike an inference server it never mixes versions: a publication is refused while any request is in the engine and a
 request is refused while a publication runs, so the version captured at admission served the answer from end to end. The
-acknowledgement is evidence, not a counter: log-probs of a probe, computed by the served weights after the reload.
+acknowledgement is evidence, not a counter: the bits of the weights that the kernels read, and log-probs of a probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from skyrl_thundersync.engines.thread import (
     kv_cache_gib,
     logprobs_of,
 )
+from skyrl_thundersync.engines.weight_bits import added
 from skyrl_thundersync.process.heartbeat import at, doing
 from skyrl_thundersync.process.logs import redirect
 
@@ -126,8 +127,12 @@ class Replica:
     async def publish(self, path: str, version: int, probe_ids: list[int]) -> dict[str, Any]:
         """Serve the weights (or, with `lora_rank`, the PEFT adapter) in folder `path` as policy `version`.
 
-        Returns `{"replica", "version", "probe_logps", "prefix_cache_reset"}`: log-probs of `probe_ids[1:]`, each given
-        all earlier probe tokens, computed through the engine after the reload, without its cache.
+        Returns what `publication.publish` checks:
+            replica, version, prefix_cache_reset (True).
+            probe_logps: log-probs of `probe_ids[1:]`, each given all earlier probe tokens, computed through the engine after
+                the reload, without its cache.
+            bits: of the weights (the adapter) that its kernels read (engines/weight_bits.py). empty: modules of its own that
+                took nothing of the adapter.
 
         Raises:
             PublishRefusedError: requests are running or waiting, or another publication is.
@@ -153,12 +158,13 @@ class Replica:
                 self._lora = LoRARequest(LORA_NAME, version + 1, path)  # ids count from 1
                 await self._thread.call(lambda engine: _swap_adapter(engine, self._lora))
             else:
-                await self._thread.call(lambda engine: _reload(engine, path))
+                await self._thread.call(lambda engine: engine.collective_rpc("load_published", args=(path,)))
             reset = await self._thread.call(lambda engine: engine.reset_prefix_cache())
             if reset is not True:
                 raise RuntimeError(f"{self._name}: vLLM did not reset its prefix cache before version {version}")
             self._version = version
             probe_logps = await self._score(probe_ids)
+            held = await self._thread.call(self._held)
         finally:
             self._publishing = None
         return {
@@ -166,7 +172,13 @@ class Replica:
             "version": self._version,
             "probe_logps": probe_logps,
             "prefix_cache_reset": reset,
+            **held,
         }
+
+    def _held(self, engine: Any) -> dict[str, Any]:
+        if self._lora is not None:
+            return of_workers(engine.collective_rpc("held_adapter", args=(self._lora.lora_int_id,)))
+        return of_workers([{"bits": bits, "empty": []} for bits in engine.collective_rpc("held_weights")])
 
     async def logps(self, ids: list[int]) -> list[float]:
         """Log-probs of `ids[1:]`, each given all before it, under what is served now; not from the cache.
@@ -240,35 +252,16 @@ def check_folder(path: str, adapter: bool) -> None:
         raise FileNotFoundError(f"nothing to publish: no {wanted} in {path}")
 
 
-def read_weights(path: str) -> Iterator[tuple[str, Any]]:
-    """All tensors of the checkpoint folder `path`, one at a time."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                yield name, tensors.get_tensor(name)
-
-
-def _reload(engine: Any, path: str) -> None:
-    engine.collective_rpc(lambda worker: _reload_worker(worker, path))
-
-
-def _reload_worker(worker: Any, path: str) -> None:
-    """Reload one vLLM worker from the checkpoint folder `path`.
-
-    vLLM's CPU kernels keep packed copies of the matrices. `reload_weights` packs them again, except an output head tied
-    to the embeddings: without the second step it would go on serving the old version, and nothing would say so.
-    """
-    worker.model_runner.reload_weights(weights_iterator=read_weights(path))
-    model = worker.model_runner.get_model()
-    if worker.device.type == "cpu" and model.config.tie_word_embeddings:
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+def of_workers(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What the workers of one engine hold together, out of what each answered ("bits" and "empty")."""
+    answers = list(answers)
+    bits = added((group, tuple(pair)) for answer in answers for group, pair in answer["bits"].items())
+    empty = set.intersection(*(set(answer["empty"]) for answer in answers))
+    return {"bits": bits, "empty": sorted(empty)}
 
 
 def _swap_adapter(engine: Any, lora: Any) -> None:
+    engine.collective_rpc("take_text_names")
     for old in engine.list_loras():
         engine.remove_lora(old)
     engine.add_lora(lora)
@@ -296,6 +289,7 @@ def engine_spec(cfg: TrainConfig, longest: int, lora_rank: int, device: str) -> 
         chunked_prefill=engine.enable_chunked_prefill,
         seed=cfg.trainer.seed,
         lora_rank=lora_rank,
+        tensor_parallel_size=engine.tensor_parallel_size,
         device=device,
     )
 
@@ -308,6 +302,6 @@ def start_replicas(spec: EngineSpec, count: int, log_dir: str | Path | None = No
         log = None if log_dir is None else Path(log_dir) / f"{name}.log"
         options: dict[str, Any] = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}}
         if spec.device == "cuda":
-            options["num_gpus"] = 1
+            options["num_gpus"] = spec.tensor_parallel_size
         actors.append(EngineReplica.options(**options).remote(name, spec.with_log(log)))
     return actors

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable
@@ -22,14 +21,14 @@ from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.learner.answers import Content, Finish, RankStats, Shards, Written
 from skyrl_thundersync.objectives import registry as objectives
-from skyrl_thundersync.options.schema import uses_cuda
+from skyrl_thundersync.options.schema import uses_cuda, uses_servers
 from skyrl_thundersync.preflight.models import longest_sampled
 from skyrl_thundersync.process.check import Check, require
 from skyrl_thundersync.process.durable import seal_claimed
 from skyrl_thundersync.process.heartbeat import gone, named
 from skyrl_thundersync.process.interrupts import apart
 from skyrl_thundersync.process.limits import available_memory, update_disk, update_memory
-from skyrl_thundersync.rollout.publication import Publishable, publish
+from skyrl_thundersync.rollout.publication import Expected, Publishable, probe_ids, publish
 from skyrl_thundersync.rollout.replica import engine_spec, start_replicas
 from skyrl_thundersync.runtime.ranks import Learners, require_kept
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
@@ -47,10 +46,13 @@ class Host(Protocol):
     """What the training framework brings to the processes."""
 
     def environment(self, cfg: TrainConfig) -> dict[str, str]:
-        """Environment variables that its own actors on CUDA devices get."""
+        """Environment variables that its own actors need."""
 
     def client(self, replicas: list[Any], tokenizer: Any, model: str, say: Callable[[str], None]) -> SamplingClient:
         """Its inference client over the rollout replicas that were started here."""
+
+    def devices(self, cfg: TrainConfig) -> int | None:
+        """How many devices Ray should believe in, for its own inference servers without GPUs; None: those that there are."""
 
     def publisher(self, client: Any, lora: bool) -> Publishable:
         """What publishes to the inference servers behind its own client."""
@@ -96,6 +98,7 @@ class Cluster:
             ray.init(
                 # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
                 num_cpus=None if self._device == "cuda" else 8,
+                num_gpus=self._host.devices(self._cfg),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="warning",
@@ -127,20 +130,19 @@ class Cluster:
         logs = self._run_dir / "logs"
         self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
         count = self._cfg.generator.inference_engine.num_engines
-        if self._device == "cpu":
+        if not uses_servers(self._cfg):
             replicas = start_replicas(self._replica_spec(), count, logs)
             model = self._cfg.trainer.policy.model.path
             self._target = self._replicas = self._host.client(replicas, tokenizer, model, self._display.say)
         self.ranks = self._learners.ranks()
         if objectives.of(self._cfg.thundersync).needs_teacher:
             self._teacher = self._start_teacher(logs)
-        rng = random.Random(self._cfg.trainer.seed)
-        self._probe_ids = [rng.randrange(len(tokenizer)) for _ in range(self._cfg.thundersync.publish.probe_tokens)]
+        self._probe_ids = probe_ids(tokenizer, self._cfg.thundersync.publish.probe_tokens)
         asyncio.run(self._ready())
         if self._cfg.thundersync.learner.max_restarts:
             self._kept_bytes = self.checkpoint_bytes()  # a little more than the shards alone
         parts = [f"{len(self.ranks)} learner ranks"]
-        if self._device == "cpu":
+        if self._replicas is not None:
             parts.append(f"{count} rollout replica{'s' * (count > 1)}")
         if self._teacher:
             count = self._cfg.thundersync.teacher.replicas
@@ -167,20 +169,21 @@ class Cluster:
         await check_scores(self._teacher.replicas, self._probe_ids, tolerance, own)
 
     def rollout_client(self, host_client: Callable[[], Any]) -> Any:
-        """The client that samples: over the replicas started here or, with GPUs, `host_client`'s, over the host's servers.
-
-        The route over the host's servers has not been run on a GPU.
-        """
+        """The client that samples: over the replicas started here, or `host_client`'s, over the host's servers."""
         if self._replicas is not None:
             return self._replicas
         client = host_client()
         self._target = self._host.publisher(client, lora=self._cfg.trainer.policy.model.lora.rank > 0)
         return client
 
+    async def served_version(self) -> int:
+        """The policy version that the host's inference servers say they serve."""
+        return await self._target.served_version()
+
     def _environment(self) -> dict[str, str]:
         """Environment variables of every actor."""
         own = {"TOKENIZERS_PARALLELISM": "false"}
-        return own if self._device == "cpu" else {**self._host.environment(self._cfg), **own}
+        return {**self._host.environment(self._cfg), **own} if uses_servers(self._cfg) else own
 
     @property
     def teacher(self) -> TeacherClient | None:
@@ -243,11 +246,13 @@ class Cluster:
     async def _publish(self) -> None:
         folder = self._publish_dir / f"version_{self.version}"
         learner = self._learners.actors[0]
-        _, expected = await asyncio.gather(
-            _await(learner.save_weights.remote(str(folder))), _await(learner.logps.remote(self._probe_ids))
+        _, bits, logps = await asyncio.gather(
+            _await(learner.save_weights.remote(str(folder))),
+            _await(learner.weight_bits.remote()),
+            _await(learner.logps.remote(self._probe_ids)),
         )
-        tolerance = self._cfg.thundersync.publish.tolerance
-        await publish(str(folder), self.version, self._target, self._probe_ids, expected, tolerance)
+        expected = Expected(bits, self._probe_ids, logps, self._cfg.thundersync.publish.tolerance)
+        await publish(str(folder), self.version, self._target, expected)
         self._served = self.version
         self._published_bytes = sum(file.stat().st_size for file in folder.iterdir())
         shutil.rmtree(folder)
@@ -308,6 +313,9 @@ class Cluster:
             dtype=teacher.dtype,
             max_model_len=self._longest,
             prefix_cache=teacher.prefix_cache,
+            max_num_batched_tokens=teacher.max_num_batched_tokens,
+            tensor_parallel_size=teacher.tensor_parallel_size,
+            engine_options=teacher.engine_init_kwargs,
             device=self._device,
         )
 

@@ -247,7 +247,7 @@ def start_teachers(spec: TeacherSpec, count: int, log_dir: str | Path | None = N
 def _actor_options(spec: TeacherSpec) -> dict[str, Any]:
     options: dict[str, Any] = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}}
     if spec.device == "cuda":
-        options["num_gpus"] = 1
+        options["num_gpus"] = spec.tensor_parallel_size
     return options
 
 

@@ -5,7 +5,9 @@ A turn's whole context is never sent twice: the replica keeps each trajectory's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class TeacherSpec:
         cache_gib: K/V kept between turns, per replica (on CUDA with vLLM, vLLM's usual share of the device instead).
         block_size: vLLM on CPU only: tokens a K/V block holds; a turn recomputes half a block on average.
         max_num_seqs, max_num_batched_tokens: vLLM's limits of one step. Transformers runs chunks of the latter.
+        tensor_parallel_size: vLLM only: devices that the replica is split over.
+        engine_options: vLLM only: further arguments of its engine.
         threads: OpenMP threads (CPU only).
         device: "cpu" or "cuda".
         log_path: file for the process's output; None leaves it on the terminal.
@@ -35,6 +39,8 @@ class TeacherSpec:
     block_size: int = 32
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    tensor_parallel_size: int = 1
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     device: str = "cpu"
     log_path: str | None = None

@@ -2,8 +2,8 @@
 
 Stock vLLM prefills the whole context again for each request that wants prompt log-probs, which is quadratic in the turns.
 Told to read its prefix cache (`skip_reading_prefix_cache=False`) it does not, but then the positions it read from there
-come back as garbage: they are never used, and an answer that read the cache beyond the first scored token's predecessor is
-thrown away and scored again without it.
+come back as garbage (model runner V1, on CPUs) or not at all (V2, on CUDA): they are never used, and an answer that read the
+cache beyond the first scored token's predecessor is thrown away and scored again without it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class VllmReplica:
                 prefix_caching=spec.prefix_cache,
                 kv_cache_gib=spec.cache_gib,
                 block_size=spec.block_size,
+                tensor_parallel_size=spec.tensor_parallel_size,
+                options=spec.engine_options,
                 threads=spec.threads,
                 device=spec.device,
             )
@@ -99,7 +101,7 @@ class VllmReplica:
             if not read_cache:
                 raise RuntimeError(f"{self._name}: vLLM read {cached} tokens from a cache that it was told not to read")
             return None, cached
-        return logprobs_of(output.prompt_logprobs, ids, first), cached
+        return logprobs_of(output.prompt_logprobs, ids, first, cached), cached
 
     async def close(self, trajectory: str) -> None:
         """The trajectory is over; vLLM's blocks of it are free, and go when others need them."""

@@ -82,6 +82,9 @@ BAD = {
     "thundersync.grpo.epsilon": -1.0,
     "thundersync.grpo.admission_cap": -1,
     "thundersync.teacher.replicas": 0,
+    "thundersync.teacher.tensor_parallel_size": 2,  # its backend is transformers
+    "thundersync.teacher.engine_init_kwargs": {"max_model_len": 100},
+    "thundersync.teacher.max_num_batched_tokens": 0,
     "thundersync.teacher.request_timeout_s": 0.0,
     "thundersync.teacher.max_retries": -1,
     "thundersync.outcomes.start_failed": "masked",
@@ -293,3 +296,10 @@ def test_an_empty_dataset_is_refused(config, tmp_path):
     config.data.train_data = []
     with pytest.raises(ConfigError, match="nothing to train on"):
         require_fit(config)
+
+
+def test_without_gpus_there_is_one_server(config):
+    config.generator.inference_engine.num_engines = 2
+    assert option_problems(config) == []
+    config.thundersync.rollout = "servers"
+    assert [p for p in option_problems(config) if p.startswith("generator.inference_engine.num_engines=2")]

@@ -116,6 +116,7 @@ class Scripted:
             "response_ids": [ids],
             "response_logprobs": [[-1.0] * len(ids)],
             "stop_reasons": ["stop"],
+            "policy_versions": [0],
         }
 
     async def finish_session(self, session_id):

@@ -42,7 +42,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
+    own = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), *own])
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     yield tmp_path_factory.mktemp("logs")
     ray.shutdown()

@@ -12,8 +12,16 @@ import torch
 from host import Hosted
 from models import forward_logps, random_ids, tiny_qwen3
 
+from skyrl_thundersync.engines.weight_bits import adapter_folder_bits, weight_bits
 from skyrl_thundersync.hosts.skyrl.client import LocalEngineClient
-from skyrl_thundersync.rollout.publication import AdapterIgnoredError, StaleReplicaError, publish, serve_adapter
+from skyrl_thundersync.rollout.publication import (
+    AdapterIgnoredError,
+    Expected,
+    StaleReplicaError,
+    probe_ids,
+    publish,
+    serve_adapter,
+)
 from skyrl_thundersync.rollout.replica import PublishingError, PublishRefusedError
 
 pytestmark = pytest.mark.timeout(480)
@@ -22,11 +30,16 @@ PROBE = random_ids(0, 64)
 LONG = {"max_tokens": 600, "ignore_eos": True}
 
 
+def proof(model, tolerance=1e-4, dtype=torch.float32):
+    """What a learner that holds `model` expects of a replica."""
+    return Expected(weight_bits(model.state_dict().items(), dtype), PROBE, forward_logps(model, PROBE), tolerance)
+
+
 def push(replicas, tokenizer, checkpoint, version, expected=None, tolerance=1e-4):
-    """Publish `checkpoint`; the learner's log-probs are those of `expected` (default: of the same checkpoint)."""
+    """Publish `checkpoint`; the learner holds `expected` (default: the same)."""
     client = LocalEngineClient(replicas, tokenizer, "policy")
-    logps = forward_logps((expected or checkpoint).model, PROBE)
-    return client, asyncio.run(publish(checkpoint.folder, version, client, PROBE, logps, tolerance))
+    expected = proof((expected or checkpoint).model, tolerance)
+    return client, asyncio.run(publish(checkpoint.folder, version, client, expected))
 
 
 @pytest.fixture
@@ -65,9 +78,9 @@ def test_untied_embeddings_are_published_too(untied, tokenizer, checkpoints):
 
 @pytest.mark.parametrize(("name", "old", "new"), [("tied", "tied0", "tied1"), ("untied", "untied0", "untied1")])
 def test_stale_weights_under_a_right_version_are_caught(name, old, new, restored, untied, tokenizer, checkpoints):
-    """The replica loads the old folder and reports the new version; only its log-probs can give it away."""
+    """The replica loads the old folder and reports the new version; only its weights can give it away."""
     replicas = restored if name == "tied" else [untied]
-    with pytest.raises(StaleReplicaError, match=r"version 5, but its log-prob of probe token \d+ .*gap .*tolerance"):
+    with pytest.raises(StaleReplicaError, match=r"version 5, but \d+ of \d+ groups of its weights are not, bit by bit"):
         push(replicas, tokenizer, checkpoints[old], 5, expected=checkpoints[new])
     assert ray.get(replicas[0].stats.remote())["version"] == 5  # so the number alone was right
 
@@ -80,8 +93,8 @@ def test_one_stale_tensor_is_caught(restored, tokenizer, checkpoints, tmp_path):
     )
     stale.save_pretrained(tmp_path)
     client = LocalEngineClient(restored, tokenizer, "policy")
-    with pytest.raises(StaleReplicaError, match="rollout-0"):
-        asyncio.run(publish(str(tmp_path), 6, client, PROBE, forward_logps(checkpoints["tied1"].model, PROBE), 1e-3))
+    with pytest.raises(StaleReplicaError, match=r"rollout-0 .* 1 of \d+ groups .*: layers\.1\.mlp\. "):
+        asyncio.run(publish(str(tmp_path), 6, client, proof(checkpoints["tied1"].model)))
     assert client.weight_version == 0
 
 
@@ -93,6 +106,7 @@ class OtherAnswer:
 
     async def load_weights(self, path, version, probe_ids):
         good = {"replica": "rollout-3", "version": version, "probe_logps": [-1.0, -2.0], "prefix_cache_reset": True}
+        good |= {"bits": {"norm": (1, 1)}, "empty": []}
         return [{**good, **self.answer}]
 
     def acknowledged(self, version):
@@ -104,6 +118,7 @@ class OtherAnswer:
     [
         ({"version": 3}, "rollout-3 serves version 3 after version 4"),
         ({"prefix_cache_reset": False}, "rollout-3 kept the prefix cache"),
+        ({"bits": {}}, r"1 of 1 groups of its weights are not, bit by bit, those that the learner wrote: norm\."),
         ({"probe_logps": [-1.0]}, "scored 1 probe tokens of 2"),
         ({"probe_logps": [-1.0, math.nan]}, "probe token 2"),
         ({"probe_logps": [-1.3, -2.0]}, r"probe token 1 is -1\.300000 and the learner's -1\.000000"),
@@ -112,7 +127,7 @@ class OtherAnswer:
 def test_an_acknowledgement_must_be_whole(answer, said):
     target = OtherAnswer(**answer)
     with pytest.raises(StaleReplicaError, match=said):
-        asyncio.run(publish("folder", 4, target, [1, 2, 3], [-1.0, -2.0], 0.1))
+        asyncio.run(publish("folder", 4, target, Expected({"norm": (1, 1)}, [1, 2, 3], [-1.0, -2.0], 0.1)))
     assert target.version is None
 
 
@@ -171,8 +186,9 @@ def test_adapters_are_published_by_version(host, spec, checkpoints, tokenizer, t
         folder = Path(tmp_path) / str(version)
         adapted.save_pretrained(folder)
         client = LocalEngineClient([lora], tokenizer, "policy")
-        expected = forward_logps(adapted.eval(), PROBE)
-        asyncio.run(publish(str(folder), version, client, PROBE, expected, 1e-4))
+        bits = adapter_folder_bits(str(folder), torch.float32)
+        expected = Expected(bits, PROBE, forward_logps(adapted.eval(), PROBE), 1e-4)
+        asyncio.run(publish(str(folder), version, client, expected))
         shutil.rmtree(folder)  # what is served needs the folder no more
         sample = ray.get(lora.generate.remote("s", PROBE, {"max_tokens": 8}))
         assert sample.policy_version == version
@@ -197,6 +213,8 @@ class AdapterTarget:
                 "version": version,
                 "probe_logps": logps,
                 "prefix_cache_reset": True,
+                "bits": {},
+                "empty": [],
                 **self.answers,
             }
             for i, logps in enumerate(self.after)
@@ -231,13 +249,13 @@ BASE, NOISY, OTHER = [-1.0, -2.0], [-1.0, -2.001], [-1.5, -2.0]
 def test_an_adapter_that_makes_no_difference_is_refused(again, after, error, said):
     target = AdapterTarget([BASE, BASE], again, after)
     with pytest.raises(error, match=said):
-        asyncio.run(serve_adapter("DIR", 1, target, [1, 2, 3], 1e-2))
+        asyncio.run(serve_adapter("DIR", 1, target, {}, [1, 2, 3], 1e-2))
     assert target.version is None
 
 
 def test_an_adapter_that_makes_a_difference_everywhere_is_served():
     target = AdapterTarget([BASE, BASE], [NOISY, BASE], [OTHER, OTHER])
-    asyncio.run(serve_adapter("DIR", 1, target, [1, 2, 3], 1e-2))
+    asyncio.run(serve_adapter("DIR", 1, target, {}, [1, 2, 3], 1e-2))
     assert target.version == 1
 
 
@@ -251,11 +269,23 @@ def test_a_replica_that_ignores_an_adapter_is_found_out_by_what_it_computes(
     assert asyncio.run(client.logps(PROBE))[0] == pytest.approx(forward_logps(tiny_qwen3(0), PROBE), abs=1e-4)
     adapted = get_peft_model(tiny_qwen3(0), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     adapted.save_pretrained(tmp_path / "untrained")  # B is zero
+
+    def serve(name, version):
+        folder = str(tmp_path / name)
+        bits = adapter_folder_bits(folder, torch.float32)
+        asyncio.run(serve_adapter(folder, version, client, bits, PROBE, 1e-3))
+
     with pytest.raises(AdapterIgnoredError, match="never trained"):
-        asyncio.run(serve_adapter(str(tmp_path / "untrained"), 1, client, PROBE, 1e-3))
+        serve("untrained", 1)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(tmp_path / "trained")
-    asyncio.run(serve_adapter(str(tmp_path / "trained"), 2, client, PROBE, 1e-3))
+    serve("trained", 2)
     assert client.weight_version == 2
+
+
+def test_the_probe_is_text_where_a_tokenizer_has_words_for_it(tokenizer):
+    ids = probe_ids(tokenizer, 64)
+    assert len(ids) == 64 and tokenizer.decode(ids).startswith("You are working in a terminal")
+    assert len(probe_ids(tokenizer, 5000)) == 5000

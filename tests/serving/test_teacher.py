@@ -415,3 +415,18 @@ def test_two_models_give_two_answers(model):
     assert (
         max(abs(a - b) for a, b in zip(forward_logps(model, ids), forward_logps(tiny_qwen3(9), ids), strict=True)) > 1
     )
+
+
+def test_a_teacher_split_over_two_devices_gives_the_same_scores(cluster, teacher_spec, model):
+    """Its workers are processes of their own. An engine argument reaches vLLM."""
+    split = replace(teacher_spec, tensor_parallel_size=2, engine_options={"max_num_seqs": 3})
+    teacher = start_teachers(split, 1, cluster)[0]
+    cases = [turns(seed, [(40, 40), (30, 1), (1, 60)]) for seed in range(4)]
+    client = TeacherClient([teacher], 120, 0)
+
+    async def together():
+        return await asyncio.gather(*(score_all(client, sources) for sources in cases))
+
+    for sources, got in zip(cases, asyncio.run(together()), strict=True):
+        close_to(got, brute_force(model, sources))
+    ray.kill(teacher)

@@ -226,7 +226,7 @@ def devices(cfg: TrainConfig) -> Iterator[Check]:
 
     needed = split.learner_ranks(cfg) + cfg.generator.inference_engine.num_engines * split.gpus_per_engine(cfg)
     if of(cfg.thundersync).needs_teacher:
-        needed += cfg.thundersync.teacher.replicas
+        needed += cfg.thundersync.teacher.replicas * cfg.thundersync.teacher.tensor_parallel_size
     found = torch.cuda.device_count()
     problems = ()
     if found < needed and cfg.trainer.placement.policy_num_nodes == 1:

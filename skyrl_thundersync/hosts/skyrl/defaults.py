@@ -29,6 +29,8 @@ HOST_DEFAULTS = {
     "trainer.print_example_interval": 0,
     # SkyRL scrapes its own inference servers through a Ray port; this plugin reports throughput itself.
     "generator.inference_engine.enable_ray_prometheus_stats": False,
+    # Rollouts are text: the rest of a vision-language model would take memory for nothing.
+    "generator.inference_engine.language_model_only": True,
     # Each worker process would import torch to hand out lists; the prompts are in memory already.
     "data.dataloader.num_workers": 0,
     # Environments of a batch run their tools at the same time, each in a thread that mostly waits.

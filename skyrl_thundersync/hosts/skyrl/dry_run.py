@@ -116,8 +116,12 @@ def placement_table(cfg: TrainConfig) -> Table:
         f"vLLM, {engine.model_dtype}, {cfg.trainer.train_batch_size} x {cfg.generator.n_samples_per_prompt} trajectories",
     )
     if of(ts).needs_teacher:
+        teacher = ts.teacher
         table.add_row(
-            "teacher", _count(ts.teacher.replicas, "replica"), placed, f"{ts.teacher.backend}, {ts.teacher.dtype}"
+            "teacher",
+            _count(teacher.replicas, "replica"),
+            f"{teacher.tensor_parallel_size} GPU each" if device == "GPU" else placed,
+            f"{teacher.backend}, {teacher.dtype}",
         )
     table.add_row("schedule", ts.schedule, "", f"{ts.objective}; run folder {ts.run_dir}")
     return table

@@ -8,9 +8,12 @@ from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_mo
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.callbacks import TrainingCallback
 
+from skyrl_thundersync.hosts.skyrl import cpu_servers
 from skyrl_thundersync.hosts.skyrl.dataset import TaskDataset
 from skyrl_thundersync.hosts.skyrl.loggers import Trackers, trackers
+from skyrl_thundersync.hosts.skyrl.servers import EXTENSION
 from skyrl_thundersync.hosts.skyrl.train_loop import StreamingGenerator, ThunderSyncTrainer
+from skyrl_thundersync.options.schema import uses_cuda
 from skyrl_thundersync.process.heartbeat import at
 from skyrl_thundersync.rollout.hook import TurnHook
 from skyrl_thundersync.rollout.log import RolloutLog
@@ -95,8 +98,16 @@ class ThunderSyncExperiment(BasePPOExp):
         return trackers(self.cfg)
 
     def get_inference_client(self) -> TurnHook:
-        client = self._cluster.rollout_client(super().get_inference_client)
-        return TurnHook(client, lambda: self._cluster.version, self.cfg.trainer.seed)
+        client = self._cluster.rollout_client(self._servers)
+        return TurnHook(client, lambda: self._cluster.version, self.cfg.trainer.seed, self._cluster.served_version)
+
+    def _servers(self):
+        """SkyRL's own client over its own servers, which live as long as this experiment holds them."""
+        self.cfg.generator.inference_engine.engine_init_kwargs["worker_extension_cls"] = EXTENSION
+        if uses_cuda(self.cfg):
+            return super().get_inference_client()
+        client, self._server_groups = cpu_servers.start(self.cfg, self.tokenizer)
+        return client
 
     def get_generator(self, cfg, tokenizer, inference_engine_client) -> StreamingGenerator:
         return StreamingGenerator(

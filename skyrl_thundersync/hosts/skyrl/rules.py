@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_thundersync.objectives.registry import of
-from skyrl_thundersync.options.schema import uses_cuda
+from skyrl_thundersync.options.schema import uses_cuda, uses_servers
 from skyrl_thundersync.rollout import outcomes
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _USUAL_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NO_LORA = ("embed_tokens", "lm_head", "gate", "router")
 _CPU_ENGINE = ("kv_cache_memory_bytes", "max_model_len")
+_OF_TEACHER = ("model", "max_model_len", "enable_prefix_caching", "worker_extension_cls", "tensor_parallel_size")
 _SAMPLER_CHANGES = (
     "allowed_token_ids",
     "bad_words",
@@ -279,7 +280,7 @@ RULES: tuple[Rule, ...] = (
         "thundersync.publish.tolerance",
         lambda got, cfg: got > 0 and (cfg.generator.inference_engine.model_dtype != "bfloat16" or got >= 0.01),
         "in bfloat16 two kernels' log-probs differ by more for the same weights: every publication would be refused",
-        "Set thundersync.publish.tolerance=0.1 for bfloat16, 0.001 for float32",
+        "Set thundersync.publish.tolerance=0.5 for bfloat16, 0.001 for float32",
     ),
     Rule(
         "trainer.ckpt_path",
@@ -300,6 +301,19 @@ RULES: tuple[Rule, ...] = (
     _at_least("thundersync.grpo.epsilon", 0, "(it is added to a deviation)"),
     _at_least("thundersync.grpo.admission_cap", 0, "groups"),
     _at_least("thundersync.teacher.replicas", 1, "replica"),
+    Rule(
+        "thundersync.teacher.tensor_parallel_size",
+        lambda got, cfg: got == 1 or (got > 1 and cfg.thundersync.teacher.backend == "vllm"),
+        "it is a whole number of devices, and only vLLM splits a teacher over several",
+        "Set 1, or thundersync.teacher.backend=vllm",
+    ),
+    Rule(
+        "thundersync.teacher.engine_init_kwargs",
+        lambda got, cfg: not got or (cfg.thundersync.teacher.backend == "vllm" and not set(got) & set(_OF_TEACHER)),
+        f"these are arguments of vLLM's engine, without {', '.join(_OF_TEACHER)}, which scoring relies on",
+        "Use the options of thundersync.teacher, and take out what it does not take",
+    ),
+    _at_least("thundersync.teacher.max_num_batched_tokens", 1, "token"),
     _at_least("thundersync.teacher.request_timeout_s", 0.001, "second"),
     _at_least("thundersync.teacher.max_retries", 0, "retries"),
     *(_outcome(name) for name in outcomes.ALLOWED),
@@ -313,6 +327,12 @@ RULES: tuple[Rule, ...] = (
     _at_least("generator.max_turns", 1, "turn"),
     _at_least("generator.sampling_params.max_generate_length", 1, "token"),
     _at_least("generator.inference_engine.num_engines", 1, "replica"),
+    Rule(
+        "generator.inference_engine.num_engines",
+        lambda got, cfg: got == 1 or uses_cuda(cfg) or not uses_servers(cfg),
+        "without GPUs there is one of SkyRL's servers: its router is not there",
+        "Set 1, or thundersync.rollout=replicas",
+    ),
     _at_least("generator.max_input_length", 1, "token"),
     _at_least("generator.eval_n_samples_per_prompt", 1, "sample"),
     _at_least("generator.eval_sampling_params.max_generate_length", 1, "token"),

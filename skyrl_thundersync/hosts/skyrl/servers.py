@@ -3,7 +3,7 @@
 Not yet run on a GPU; checked on the CPU build of the same servers. The learner writes a checkpoint (or adapter) folder that
 every server can read, and the servers load it through vLLM's own routes: no weight-transfer group to set up, at the price of
 one write and one read of the weights an update. SkyRL's own client counts versions; here each server is asked what it
-serves, and proves it with the log-probs of the probe like any other replica.
+serves, and proves it by the bits that its workers hold and the log-probs of the probe, like any other replica.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import aiohttp
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 from skyrl.backends.utils import convert_vllm_prompt_logprobs
 
-from skyrl_thundersync.rollout.replica import LORA_NAME, check_folder
+from skyrl_thundersync.rollout.replica import LORA_NAME, check_folder, of_workers
+
+EXTENSION = "skyrl_thundersync.hosts.skyrl.server_worker.ServerWorker"
+"""What the servers' workers must be extended by. Importing it here would patch vLLM in this process."""
 
 
 class ServerError(RuntimeError):
@@ -57,6 +60,15 @@ class ServerPublisher:
                 await asyncio.gather(*(self._publish(http, url, path, version, probe_ids) for url in self._urls()))
             )
 
+    async def served_version(self) -> int:
+        """The version that every server says it serves. Raises ServerError where they differ."""
+        async with aiohttp.ClientSession(timeout=self._timeout) as http:
+            answers = await asyncio.gather(*(_call(http, "GET", url, "/weight_info") for url in self._urls()))
+        served = {url: answer["weight_version"] for url, answer in zip(self._urls(), answers, strict=True)}
+        if len(set(served.values())) > 1:
+            raise ServerError(f"the servers serve different versions: {served}")
+        return int(answers[0]["weight_version"])
+
     def acknowledged(self, version: int) -> None:
         """Called by `rollout.publish` once every server has proved that it serves `version`."""
         self._version = version
@@ -71,12 +83,12 @@ class ServerPublisher:
     ) -> dict[str, Any]:
         await _call(http, "POST", url, "/pause", params={"mode": "wait"})
         if self._lora:
+            await _workers(http, url, "take_text_names")
             await _call(
                 http, "POST", url, "/skyrl/v1/load_lora_adapter", json={"lora_name": LORA_NAME, "lora_path": path}
             )
         else:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            await _call(http, "POST", url, "/collective_rpc", json=reload)
+            await _workers(http, url, "load_published", path)
         reset = await _call(http, "POST", url, "/reset_prefix_cache", json={})
         await _call(http, "POST", url, "/update_weight_version", json={"new_version": str(version)})
         await _call(http, "POST", url, "/resume")
@@ -87,13 +99,23 @@ class ServerPublisher:
         }
         answer = await _call(http, "POST", url, "/inference/v1/generate", json=probe)
         logps, _ = convert_vllm_prompt_logprobs(probe_ids, answer["prompt_logprobs"])
+        if self._lora:
+            held = await _workers(http, url, "held_adapter")
+        else:
+            held = [{"bits": bits, "empty": []} for bits in await _workers(http, url, "held_weights")]
         served = await _call(http, "GET", url, "/weight_info")
         return {
+            **of_workers(held),
             "replica": url,
             "version": int(served["weight_version"]),
             "probe_logps": logps[1:],
             "prefix_cache_reset": reset.get("success"),  # vLLM's own route says; SkyRL's of the same path does not
         }
+
+
+async def _workers(http: aiohttp.ClientSession, url: str, method: str, *args: Any) -> list[Any]:
+    """What each worker of a server answers to a method of `ServerWorker`."""
+    return (await _call(http, "POST", url, "/collective_rpc", json={"method": method, "args": args}))["results"]
 
 
 async def _call(http: aiohttp.ClientSession, method: str, url: str, route: str, **request: Any) -> Any:
