@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyrl_thundersync.engines.weight_bits import added, group_of, read_weights, sums
+from skyrl_thundersync.engines.weight_bits import MODULUS, added, group_of, read_weights, sums
 
 EXTENSION = f"{__name__}.WeightWorker"
 
@@ -104,10 +104,16 @@ def sum_what_is_packed() -> None:
 
 
 def _held(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, int]]]:
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     seen = set()
     for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, MLAAttention):
+            if id(module) not in seen:
+                yield group_of(f"{path}.kv_b_proj"), _apart(module)
+            seen.add(id(module))
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             group = group_of(f"{path}.{name}")
             if (group, id(parameter)) in seen or not parameter.is_floating_point():
@@ -118,6 +124,20 @@ def _held(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, tup
                 yield group, module.packed_bits
             elif (own := _own_part(module, name, parameter)) is not None:
                 yield group, sums(own, dtype)
+
+
+def _apart(attention: torch.nn.Module) -> tuple[int, int]:
+    """By how much the sums of latent attention's copies differ from those of the projection that they were made of.
+
+    Decoding reads `kv_b_proj` as two matrices of its own, W_UK and W_UV, which vLLM makes after loading: (0, 0) when both are
+    of the weights that the projection holds.
+    """
+    made = [getattr(attention, name, None) for name in ("W_UK_T", "W_UV")]
+    if None in made:  # a kernel that reads the projection itself
+        return 0, 0
+    whole = sums(attention.kv_b_proj.weight, made[0].dtype)
+    parts = [sums(part, part.dtype) for part in made]
+    return tuple((sum(part[i] for part in parts) - whole[i]) % MODULUS for i in (0, 1))
 
 
 def _own_part(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
