@@ -41,7 +41,7 @@ def _measure(folder: str, learner: LearnerConfig, objective: str, workload: Work
     found: dict[str, Measured] = {}
     static = _tensors()
     live = 0
-    for work in [*workload.works(objective), None]:
+    for work in [*workload.works(rank.forest.objective), None]:
         name = FINISH if work is None else phase_of(work)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             if work is None:
@@ -55,7 +55,7 @@ def _measure(folder: str, learner: LearnerConfig, objective: str, workload: Work
             peak = max(peak, live)
         old = found.get(name, Measured(0, 0.0))
         found[name] = Measured(max(old.peak, static + peak), old.flops)
-    for work in workload.works(objective):
+    for work in workload.works(rank.forest.objective):
         with _counter() as counter:
             rank.run(work)
         name = phase_of(work)
