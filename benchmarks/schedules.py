@@ -2,7 +2,7 @@
 
     python -m benchmarks.schedules [--rounds 6] [--plot FOLDER] [--json] [key=value …]
 
-`skyrl-thundersync bench` with the preset `opd/bench` and what makes learner and rollouts take about equal time: the
+`skyrl bench` with the preset `opd/bench` and what makes learner and rollouts take about equal time: the
 quickstart's student with a wider MLP whose added units are silent, so that it acts like the original at several times the
 arithmetic; and the quickstart's tasks in shells whose commands print more and take longer, in some tasks
 much longer than in others.
@@ -27,7 +27,7 @@ from skyrl_thundersync.quickstart.files import TRAIN_SEED
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-WIDTH = 6144  # of the student's MLP; 384 in the original
+WIDTH = 4096  # of the student's MLP; 384 in the original
 POSITIONS = 4096  # of student and teacher; 1024 in the originals
 TASKS = 256
 COMMANDS = ("cat", "cp", "echo", "expr", "grep", "head", "ls", "mv", "rm", "sed", "wc")

@@ -33,6 +33,7 @@ FIGURES = {
     "append_s": "timing/learner_append",
     "sweep_s": "timing/learner_sweep",
     "prompt_s": "timing/learner_prompt",
+    "cpu_s": "timing/learner_cpu",
     "page_faults": "memory/learner_page_faults",
     "n_scored": "thundersync/n_scored",
 }
@@ -155,10 +156,11 @@ def warnings(rows: list[Row]) -> list[str]:
         if row.dearer > DEARER:
             than = next(r for r in rows if r.value == row.value and r.schedule == row.than)
             kinds = (f"{kind} {row.figures[f'{kind}_s']:.1f} s ({than.figures[f'{kind}_s']:.1f})" for kind in KINDS)
+            cpu = f"CPU time {row.figures['cpu_s']:.1f} s ({than.figures['cpu_s']:.1f})"
             faults = f"{row.figures['page_faults']:.0f} page faults ({than.figures['page_faults']:.0f})"
             found.append(
                 f"{row.schedule}{f' at {row.value}' if row.value else ''}: the learner took {row.dearer:.2f} times as long "
-                f"as under {row.than} for the same work: {', '.join((*kinds, faults))}. The steps differ by more "
+                f"as under {row.than} for the same work: {', '.join((*kinds, cpu, faults))}. The steps differ by more "
                 "than their schedules"
             )
     return found
@@ -191,7 +193,7 @@ def swept(sweep: str | None) -> list[tuple[str | None, list[str]]]:
 
 def show(rows: list[Row], key: str | None = None) -> None:
     """Print the table, what bounds it and what is odd about it; `key`: the swept option."""
-    columns = ("schedule", *PARTS, *KINDS, "faults", "N_k", "busy", "ρ", "speed-up", "range")
+    columns = ("schedule", *PARTS, *KINDS, "CPU", "faults", "N_k", "busy", "ρ", "speed-up", "range")
     table = Table(*([key] if key else []), *columns, box=None, padding=(0, 1, 0, 0), title_justify="left")
     table.title = f"seconds an update, medians of {rows[0].rounds} rounds"
     for row in rows:
@@ -199,7 +201,7 @@ def show(rows: list[Row], key: str | None = None) -> None:
         table.add_row(
             *([row.value] if key else []),
             row.schedule,
-            *(f"{f[f'{name}_s']:.2f}" for name in (*PARTS, *KINDS)),
+            *(f"{f[f'{name}_s']:.2f}" for name in (*PARTS, *KINDS, "cpu")),
             f"{f['page_faults']:.0f}",
             f"{f['n_scored']:.0f}",
             f"{f['busy_share']:.0%}",

@@ -130,7 +130,7 @@ class LearnerRank:
         return done
 
     def _run(self, work: Work, closing: set) -> WorkDone:
-        start, faults, states = time.perf_counter(), page_faults(), self.segments.states
+        start, cpu, faults, states = time.perf_counter(), time.process_time(), page_faults(), self.segments.states
         name, moved = _name(work), states.moved
         try:
             if isinstance(work, Append):
@@ -159,6 +159,7 @@ class LearnerRank:
             states.moved - moved,
             tally.prompt_seconds,
             page_faults() - faults,
+            time.process_time() - cpu,
         )
 
     def _check_version(self, work: Append) -> None:

@@ -132,6 +132,7 @@ class WorkDone:
         moved_bytes: of them, how many moved to host memory or back with it.
         prompt_seconds: of `seconds`, those that went into the group's shared prompt: its one forward and its sweep.
         page_faults: minor page faults of the rank's process meanwhile: pages of memory that were new to it.
+        cpu_seconds: CPU time of the rank's process meanwhile, over its threads: what others on its cores do not change.
     """
 
     seconds: float
@@ -145,3 +146,4 @@ class WorkDone:
     moved_bytes: int = 0
     prompt_seconds: float = 0.0
     page_faults: int = 0
+    cpu_seconds: float = 0.0

@@ -53,6 +53,7 @@ def update_metrics(
         "timing/tail": update.clock.tail_s,
         "timing/finish": finish_s,
         "timing/learner_busy": sum(update.busy_s),
+        "timing/learner_cpu": sum(d.cpu_seconds for d in done),
         "memory/learner_host_peak_gib": finish.host_peak_bytes / GIB,
         "memory/learner_device_peak_gib": finish.device_peak_bytes / GIB,
         "memory/driver_host_peak_gib": peak_bytes() / GIB,

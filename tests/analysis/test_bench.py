@@ -180,6 +180,7 @@ def test_learner_seconds_are_told_by_kind_with_page_faults_and_cores(one_round):
         assert min(kinds) > 0
         assert sum(kinds) == pytest.approx(metrics["timing/learner_busy"])
         assert metrics["memory/learner_page_faults"] > 0
+        assert metrics["timing/learner_cpu"] > 0
         assert [rank["threads"] for rank in line["ranks"]] == [1, 1]
         assert all(rank["cores"] for rank in line["ranks"])
         assert line["step_s"] > metrics["timing/rollout"] + metrics["timing/tail"]
@@ -203,6 +204,7 @@ def test_dearer_work_in_a_real_run_is_warned_of(measured):
     (warning,) = bench.warnings(bench.summary(lines))
     assert "group: the learner took 3.00 times as long as under sync" in warning
     assert "sweep 3.0 s (1.0)" in warning
+    assert "CPU time" in warning
 
 
 @needs_a_run

@@ -55,7 +55,8 @@ def test_a_hang_is_named_with_its_stacks_and_all_others_live(tmp_path, actors, h
         if hang == "stopped":
             os.kill(victim.pid, signal.SIGSTOP)
         until(lambda: watch.error is not None)
-        assert victim.wait(30) == -signal.SIGKILL
+        # Python may also crash as it writes the stacks of threads that run meanwhile
+        assert victim.wait(30) in (-signal.SIGKILL, -signal.SIGSEGV)
         raise ConnectionError("what waited for it fails")
     message = str(caught.value)
     assert f"{name} (process {victim.pid}) gave no sign of life" in message and f"{name}.log" in message
@@ -109,4 +110,5 @@ def test_a_hang_that_the_run_got_over_is_no_error(tmp_path, actors):
         until(lambda: (tmp_path / "waits.alive").is_file())
         os.kill(victim.pid, signal.SIGSTOP)
         until(lambda: watch.error is not None)
-        assert victim.wait(30) == -signal.SIGKILL
+        # Python may also crash as it writes the stacks of threads that run meanwhile
+        assert victim.wait(30) in (-signal.SIGKILL, -signal.SIGSEGV)

@@ -234,7 +234,7 @@ def test_non_finite_input_matters_only_where_scored(folder_of, value, field):
     rank.abort_batch()
     dirty = [with_values(w, value, True, field) if isinstance(w, Append) else w for w in works]
     done = [rank.run(w) for w in dirty]
-    costs = {"seconds": 0, "prompt_seconds": 0, "started": 0, "page_faults": 0}
+    costs = {"seconds": 0, "prompt_seconds": 0, "started": 0, "page_faults": 0, "cpu_seconds": 0}
     assert [dataclasses.replace(d, **costs) for d in done] == [dataclasses.replace(d, **costs) for d in clean]
     assert all(torch.equal(gradient[k], g) for k, g in rank.gradient().items())
     rank.abort_batch()

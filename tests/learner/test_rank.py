@@ -132,7 +132,7 @@ def test_bad_sources_are_named(rank):
         rank.run(CloseTrajectory(T0, 1.0))
 
 
-def test_each_item_tells_its_seconds_on_the_prompt_and_its_page_faults(rank):
+def test_each_item_tells_its_seconds_on_the_prompt_its_cpu_time_and_its_page_faults(rank):
     pages = 1000
 
     def touch(gradient):
@@ -147,6 +147,7 @@ def test_each_item_tells_its_seconds_on_the_prompt_and_its_page_faults(rank):
     handle.remove()
     assert [d.prompt_seconds > 0 for d in done] == [True, False, False, True]
     assert all(d.prompt_seconds < d.seconds for d in done)
+    assert all(d.cpu_seconds > 0 for d in done)
     assert done[2].page_faults >= pages and done[3].page_faults >= pages, "each ran a backward"
 
 
