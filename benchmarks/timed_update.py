@@ -16,7 +16,7 @@ from skyrl_thundersync.learner.zero import free_port
 from skyrl_thundersync.options.schema import LearnerConfig, OptimizerSettings
 from skyrl_thundersync.simulate.workload import Rollouts, float_zeros
 from skyrl_thundersync.stream.release import WorkPolicy
-from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
+from skyrl_thundersync.stream.sources import Scores, Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import Update
 
 
@@ -50,8 +50,8 @@ class InThread:
 class NoWait:
     """A teacher that answers at once: what scores cost is none of this benchmark's."""
 
-    async def score(self, source: Source) -> tuple[float, ...]:
-        return float_zeros(len(source.action_ids))
+    async def score(self, source: Source) -> Scores:
+        return Scores(float_zeros(len(source.action_ids)))
 
     async def close(self, trajectory: TrajectoryId) -> None: ...
 

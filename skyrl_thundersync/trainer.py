@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from skyrl_thundersync.stream.release import WorkPolicy
 from skyrl_thundersync.stream.scheduler import Scheduler
-from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
+from skyrl_thundersync.stream.sources import Scores, Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.telemetry.timeline import WorkSpan
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class LearnerHandle(Protocol):
 class Teacher(Protocol):
     """The frozen teacher of OPD."""
 
-    async def score(self, source: Source) -> tuple[float, ...]:
+    async def score(self, source: Source) -> Scores:
         """log π_T of each action token in its realised context. Called in turn order within a trajectory."""
 
     async def close(self, trajectory: TrajectoryId) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_thundersync.stream.ledger import LedgerError, work_name
 from skyrl_thundersync.stream.release import WorkPolicy
-from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, WorkDone
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Scores, Source, TrajectoryId, WorkDone
 from skyrl_thundersync.trainer import Update
 
 
@@ -31,7 +31,7 @@ class Teacher:
         await asyncio.sleep(self.rng.random() * 0.003)
         if source.name == self.fail_at:
             raise ConnectionError(f"the teacher died at {source.name}")
-        return tuple(-0.5 for _ in source.action_ids)
+        return Scores(tuple(-0.5 for _ in source.action_ids))
 
     async def close(self, trajectory): ...
 

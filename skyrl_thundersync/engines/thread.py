@@ -17,8 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from skyrl_thundersync.stream.sources import Support
+
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -305,12 +308,7 @@ def logprobs_of(positions: Any, ids: list[int], first: int, cached: int = 0) -> 
     Raises:
         RuntimeError: vLLM returned another number of positions, or a position without its id.
     """
-    left_out = len(ids) - len(positions)
-    if left_out not in (0, cached) or 0 < left_out >= first:
-        raise RuntimeError(
-            f"vLLM returned {len(positions)} log-prob positions for {len(ids)} tokens, {cached} of them cached, and those "
-            f"from {first} on are needed"
-        )
+    left_out = _left_out(positions, ids, first, cached)
     values = []
     for index in range(first, len(ids)):
         position = positions[index - left_out]
@@ -318,6 +316,35 @@ def logprobs_of(positions: Any, ids: list[int], first: int, cached: int = 0) -> 
             raise RuntimeError(f"vLLM returned no log-prob of token {ids[index]} at position {index}")
         values.append(float(position[ids[index]].logprob))
     return values
+
+
+def best_of(positions: FlatLogprobs, ids: list[int], first: int, k: int, cached: int = 0) -> Support:
+    """The k most probable tokens at each position of `ids[first:]`, out of vLLM's flat prompt log-probs.
+
+    Raises RuntimeError as `logprobs_of`, or where positions have another number of them.
+    """
+    import numpy as np
+
+    begin = first - _left_out(positions, ids, first, cached)
+    spans = list(zip(positions.start_indices[begin:], positions.end_indices[begin:], strict=True))
+    widths = {end - start - 1 for start, end in spans}  # the token itself comes first, then the best, by rank
+    if widths != {k}:
+        raise RuntimeError(f"vLLM returned {sorted(widths)} most probable tokens a position, and {k} were asked for")
+    at = [slice(start + 1, end) for start, end in spans]
+    return Support(
+        np.array([positions.token_ids[s] for s in at], dtype=np.int32),
+        np.array([positions.logprobs[s] for s in at], dtype=np.float32),
+    )
+
+
+def _left_out(positions: Any, ids: list[int], first: int, cached: int) -> int:
+    left_out = len(ids) - len(positions)
+    if left_out not in (0, cached) or 0 < left_out >= first:
+        raise RuntimeError(
+            f"vLLM returned {len(positions)} log-prob positions for {len(ids)} tokens, {cached} of them cached, and those "
+            f"from {first} on are needed"
+        )
+    return left_out
 
 
 def kv_cache_gib(cfg: TrainConfig) -> float:

@@ -43,7 +43,8 @@ class Scored:
 
     positions_T: int64, index of each token's predictor among the segment's inputs. ids_T: int64, the sampled tokens.
     scores_T: log π_T as float64, or None without a teacher. sampler_T: the sampler's log-probs, float64.
-    sources: name of each token's source, for errors.
+    sources: name of each token's source, for errors. support: int64 ids and float64 log π_T, both [T, K], of the teacher's
+    most probable tokens at each one's position, where the objective asks for them.
     """
 
     positions_T: torch.Tensor
@@ -51,6 +52,7 @@ class Scored:
     scores_T: torch.Tensor | None
     sampler_T: torch.Tensor
     sources: list[str]
+    support: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -249,22 +251,25 @@ class SegmentModel:
         self.states.add(segment.adjoint)
 
     def logp(self, hidden: torch.Tensor, scored: Scored) -> torch.Tensor:
-        """log π_θ of the scored tokens: [T], FP32 at least, differentiable.
+        """log π_θ of the scored tokens, each followed by those of its support: [T, 1 + K], FP32 at least, differentiable.
 
         Where their logits would be large they are formed for some rows at a time, and again in the backward.
         """
         hidden_Td, rows = hidden[0, scored.positions_T], max(1, LOGITS_BYTES // (4 * self.rows))
+        ids_TI = scored.ids_T[:, None]
+        if scored.support is not None:
+            ids_TI = torch.cat([ids_TI, scored.support[0]], -1)
         if len(scored) <= rows:
-            return self._logp(hidden_Td, scored.ids_T)
-        parts = zip(hidden_Td.split(rows), scored.ids_T.split(rows), strict=True)
+            return self._logp(hidden_Td, ids_TI)
+        parts = zip(hidden_Td.split(rows), ids_TI.split(rows), strict=True)
         return torch.cat(
             [checkpoint(self._logp, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         )
 
-    def _logp(self, hidden_Td: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    def _logp(self, hidden_Td: torch.Tensor, ids_TI: torch.Tensor) -> torch.Tensor:
         logits_TV = self.head(hidden_Td)
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return logits_TV.gather(-1, ids_T[:, None])[:, 0] - torch.logsumexp(logits_TV, -1)
+        return logits_TV.gather(-1, ids_TI) - torch.logsumexp(logits_TV, -1, keepdim=True)
 
     def deposit_leaves(self, segment: Segment, graph: Graph) -> None:
         """After a backward through `graph`: the leaves' gradients go to the segments that own those states."""

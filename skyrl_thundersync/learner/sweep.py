@@ -19,7 +19,7 @@ from skyrl_thundersync.learner.retain import GraphBudget
 from skyrl_thundersync.learner.segments import Graph, Segment, SegmentModel, pieces
 from skyrl_thundersync.learner.statistics import GroupStatistics
 from skyrl_thundersync.learner.trajectory import Branch, Group, Tally, Trajectory, check_source
-from skyrl_thundersync.objectives.contract import NONE, OWN, Objective, Tokens
+from skyrl_thundersync.objectives.contract import NONE, OWN, Objective, SupportTokens, Tokens
 from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work, group_of
 
 SMALLEST_GAP = 2.0**-30
@@ -81,7 +81,7 @@ class Forest:
         Raises ValueError naming the source for tokens, scores or an order that cannot be right.
         """
         source, tally = work.source, Tally()
-        check_source(work, self.model.rows, self.objective.needs_teacher)
+        check_source(work, self.model.rows, self.objective)
         group = self.groups.setdefault(source.trajectory.group, Group())
         if source.trajectory.sample in group.rewards:
             raise ValueError(f"source {source.name}: trajectory {source.trajectory} is closed already")
@@ -107,7 +107,7 @@ class Forest:
             n = len(source.context_ids)
             trajectory.extend(source.context_ids, [0] * n, [0.0] * n, [0.0] * n, source.name)
         scores = work.scores if work.scores is not None else [0.0] * len(source.action_ids)
-        trajectory.extend(source.action_ids, source.mask, scores, source.sampler_logps, source.name)
+        trajectory.extend(source.action_ids, source.mask, scores, source.sampler_logps, source.name, work.support)
         trajectory.n_scored += source.n_scored
         if not closing and len(trajectory.tokens) - 1 - trajectory.run >= max(self.block, 1):
             self.run_ahead(trajectory, tally)
@@ -335,7 +335,8 @@ class Forest:
         Raises FloatingPointError naming the source whose log-prob is not finite.
         """
         scored = segment.scored
-        logp_T = self.model.logp(hidden, scored)
+        logp_TI = self.model.logp(hidden, scored)
+        logp_T, support = logp_TI[:, 0], None
         detached_T = logp_T.detach().double()
         if not bool(torch.isfinite(detached_T).all()):
             bad = next(
@@ -351,7 +352,11 @@ class Forest:
         if scored.scores_T is not None:
             tally.sum_kl += float((detached_T - scored.scores_T).sum())
             scores_T = scored.scores_T.to(logp_T.dtype)
-        return Tokens(logp_T, scored.sampler_T.to(logp_T.dtype), scores_T)
+        if scored.support is not None:
+            ids_TK, scores_TK = scored.support
+            sampled_TK = ids_TK == scored.ids_T[:, None]
+            support = SupportTokens(logp_TI[:, 1:], scores_TK.to(logp_T.dtype), sampled_TK)
+        return Tokens(logp_T, scored.sampler_T.to(logp_T.dtype), scores_T, support)
 
     def _free(self, segment: Segment) -> None:
         self.budget.drop(segment)

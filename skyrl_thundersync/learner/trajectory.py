@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from skyrl_thundersync.learner.segments import Scored, Segment
 from skyrl_thundersync.learner.statistics import GroupStatistics
-from skyrl_thundersync.stream.sources import Append, Source
+from skyrl_thundersync.objectives.contract import Objective
+from skyrl_thundersync.stream.sources import Append, Source, Support
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Trajectory:
     score: list[float] = field(default_factory=list)
     sampler: list[float] = field(default_factory=list)
     source: list[str] = field(default_factory=list)
+    support: list[tuple[np.ndarray, np.ndarray] | None] = field(default_factory=list)
     leaf: Segment | None = None
     finished: list[Branch] = field(default_factory=list)
     turns: int = 0
@@ -65,12 +68,13 @@ class Trajectory:
         """Inputs that already belong to a segment."""
         return self.leaf.end if self.leaf else 0
 
-    def extend(self, ids, mask, score, sampler, name: str) -> None:
+    def extend(self, ids, mask, score, sampler, name: str, support: Support | None = None) -> None:
         self.tokens += ids
         self.mask += mask
         self.score += score
         self.sampler += sampler
         self.source += [name] * len(ids)
+        self.support += [None] * len(ids) if support is None else zip(support.ids_nk, support.logps_nk, strict=True)
 
     def last_scored(self) -> int:
         """How many inputs the last pending scored token needs."""
@@ -82,17 +86,22 @@ class Trajectory:
         if not at:
             return None
         scores = torch.tensor([self.score[i] for i in at], dtype=torch.float64, device=device) if teacher else None
+        support = None
+        if self.support[at[0]] is not None:
+            ids, logps = (torch.from_numpy(np.stack(rows)) for rows in zip(*(self.support[i] for i in at), strict=True))
+            support = ids.to(device, torch.long), logps.to(device, torch.float64)
         return Scored(
             torch.tensor([i - 1 - a for i in at], device=device),
             torch.tensor([self.tokens[i] for i in at], device=device),
             scores,
             torch.tensor([self.sampler[i] for i in at], dtype=torch.float64, device=device),
             [self.source[i] for i in at],
+            support,
         )
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens, unscored: in the branch where they were scored they stay so."""
-        for values in (self.tokens, self.score, self.sampler, self.source):
+        for values in (self.tokens, self.score, self.sampler, self.source, self.support):
             del values[length:]
         self.mask = [0] * length
 
@@ -113,7 +122,7 @@ class Group:
     statistics: GroupStatistics | None = None
 
 
-def check_source(work: Append, rows: int, needs_teacher: bool) -> None:
+def check_source(work: Append, rows: int, objective: Objective) -> None:
     """Raises ValueError or FloatingPointError naming the source, for ids beyond the student's `rows` or scores not fit."""
     source = work.source
     for ids in (source.context_ids, source.action_ids):
@@ -123,12 +132,29 @@ def check_source(work: Append, rows: int, needs_teacher: bool) -> None:
                 f"source {source.name}: token id {bad} is outside the student's {rows} embedding rows; "
                 f"rollouts must use the student's own tokenizer"
             )
-    if needs_teacher:
+    if objective.needs_teacher:
         if work.scores is None or len(work.scores) != len(source.action_ids):
             got = "none" if work.scores is None else len(work.scores)
             raise ValueError(f"source {source.name}: {len(source.action_ids)} teacher scores wanted, got {got}")
         _finite(source, work.scores, "teacher score")
+    if objective.support_size and source.action_ids:
+        _check_support(source, work.support, rows, objective.support_size)
     _finite(source, source.sampler_logps, "sampler log-prob")
+
+
+def _check_support(source: Source, support: Support | None, rows: int, size: int) -> None:
+    n, got = len(source.action_ids), None if support is None else support.ids_nk.shape
+    if got is None or got != support.logps_nk.shape or got[0] != n or not 1 <= got[1] <= size:
+        raise ValueError(f"source {source.name}: a support of [{n}, {size}] tokens wanted, got {got and list(got)}")
+    on = np.array(source.mask, dtype=bool)
+    ids, logps = support.ids_nk[on], support.logps_nk[on]
+    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+        raise ValueError(
+            f"source {source.name}: its support has token {ids.max() if ids.max() >= rows else ids.min()}, outside the "
+            f"student's {rows} embedding rows; the teacher must use the student's own tokenizer"
+        )
+    if not np.isfinite(logps).all():
+        raise FloatingPointError(f"source {source.name}: a log-prob of its support is {logps[~np.isfinite(logps)][0]}")
 
 
 def _finite(source: Source, values, what: str) -> None:

@@ -13,7 +13,16 @@ from itertools import islice
 
 import torch
 
-from skyrl_thundersync.objectives.contract import GROUP, NONE, OWN, REWARDS, Objective, PlainToken, Tokens
+from skyrl_thundersync.objectives.contract import (
+    GROUP,
+    NONE,
+    OWN,
+    REWARDS,
+    Objective,
+    PlainToken,
+    SupportTokens,
+    Tokens,
+)
 from skyrl_thundersync.objectives.textbook import textbook_advantages
 
 T = 7
@@ -57,17 +66,38 @@ def _problems(objective: Objective) -> Iterator[str]:
 def _tokens(objective: Objective) -> Tokens:
     rng = torch.Generator().manual_seed(0)
     logp, score, sampler = -torch.rand(3, T, generator=rng, dtype=torch.float64) * 4
-    return Tokens(logp.requires_grad_(), sampler, score if objective.needs_teacher else None)
+    support = _support(objective.support_size, logp, score) if objective.support_size else None
+    return Tokens(logp.requires_grad_(), sampler, score if objective.needs_teacher else None, support)
+
+
+def _support(k: int, logp: torch.Tensor, score: torch.Tensor) -> SupportTokens:
+    """Of small probabilities; at every other position the sampled token is the last of it."""
+    rng = torch.Generator().manual_seed(1)
+    logp_TK, scores_TK = -torch.rand(2, T, k, generator=rng, dtype=torch.float64) * 4 - math.log(k + 1)
+    sampled_TK = torch.zeros(T, k, dtype=torch.bool)
+    sampled_TK[::2, -1] = True
+    logp_TK[::2, -1], scores_TK[::2, -1] = logp[::2], score[::2]
+    return SupportTokens(logp_TK.requires_grad_(), scores_TK, sampled_TK)
 
 
 def _part(tokens: Tokens, where: slice) -> Tokens:
-    held = {name: value[where] for name, value in vars(tokens).items() if value is not None}
+    held = {name: value[where] for name, value in vars(tokens).items() if isinstance(value, torch.Tensor)}
+    if tokens.support is not None:
+        held["support"] = SupportTokens(*(value[where] for value in vars(tokens.support).values()))
     return replace(tokens, **held)
 
 
 def _gradient(loss: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    (found,) = torch.autograd.grad(loss.sum(), tokens.logp_T, allow_unused=True)
-    return torch.zeros(T, dtype=torch.float64) if found is None else found
+    """By log π_θ of the sampled tokens, then of their supports, [T, 1 + K]; where one is the other, as the support's."""
+    of = tokens.support
+    inputs = [tokens.logp_T] if of is None else [tokens.logp_T, of.logp_TK]
+    found = torch.autograd.grad(loss.sum(), inputs, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    if of is None:
+        return found[0][:, None]
+    own_T, best_TK = found
+    inside_T = of.sampled_TK.any(-1)
+    return torch.cat([(own_T * ~inside_T)[:, None], best_TK + own_T[:, None] * of.sampled_TK], -1)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -120,17 +150,36 @@ def _plain(objective: Objective) -> Iterator[str]:
     gradient = _gradient(loss, tokens)
     logp, sampler = tokens.logp_T.tolist(), tokens.sampler_T.tolist()
     score = tokens.scores_T.tolist() if objective.needs_teacher else [0.0] * T
+    columns = [[i, *ids] for i, ids in enumerate(_ids(tokens.support))]
     try:
-        by_hand = [
-            objective.plain_weights(PlainToken(i, logp[i], sampler[i], score[i], 1.0, rewards, advantage, 3, T))[i]
-            for i in range(T)
-        ]
+        by_hand = []
+        for i, (own, *best) in enumerate(columns):
+            pairs = (
+                zip(tokens.support.logp_TK[i].tolist(), tokens.support.scores_TK[i].tolist(), strict=True)
+                if best
+                else ()
+            )
+            support = tuple((id, *pair) for id, pair in zip(best, pairs, strict=True))
+            token = PlainToken(own, logp[i], sampler[i], score[i], 1.0, rewards, advantage, 3, T, support)
+            weights = objective.plain_weights(token)
+            by_hand.append([0.0 if own in best else weights.get(own, 0.0), *(weights.get(id, 0.0) for id in best)])
     except NotImplementedError:
         yield "has no `plain_weight`: nothing could check its gradients"
         return
-    if not _close(gradient, -torch.tensor(by_hand, dtype=torch.float64)):
-        worst = max(range(T), key=lambda i: abs(float(gradient[i]) + by_hand[i]))
+    by_hand = torch.tensor(by_hand, dtype=torch.float64)
+    if not _close(gradient, -by_hand):
+        worst = int((gradient + by_hand).abs().argmax())
         yield (
-            f"says two things: by `plain_weight` a token weighs {by_hand[worst]:.6g}, by its loss's gradient "
-            f"{-float(gradient[worst]):.6g}"
+            f"says two things: by `plain_weight` a token weighs {float(by_hand.view(-1)[worst]):.6g}, by its loss's gradient "
+            f"{-float(gradient.reshape(-1)[worst]):.6g}"
         )
+
+
+def _ids(support: SupportTokens | None) -> list[list[int]]:
+    """Ids of the support of each of the T tokens, whose own are 0 … T - 1."""
+    if support is None:
+        return [[] for _ in range(T)]
+    k = support.sampled_TK.shape[1]
+    return [
+        [i if on else T + i * k + j for j, on in enumerate(row)] for i, row in enumerate(support.sampled_TK.tolist())
+    ]

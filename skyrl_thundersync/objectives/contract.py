@@ -26,17 +26,31 @@ REWARDS = (NONE, OWN, GROUP)
 
 
 @dataclass(frozen=True)
+class SupportTokens:
+    """The K tokens that the teacher finds most probable at the position of each of T scored tokens, best first.
+
+    logp_TK: log π_θ of them, differentiable. scores_TK: log π_T. sampled_TK: True where one is the sampled token.
+    """
+
+    logp_TK: torch.Tensor
+    scores_TK: torch.Tensor
+    sampled_TK: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Tokens:
     """T scored tokens of one trajectory, in order; all that a loss may see. It sees no reward, no other trajectory, and not
     how many tokens there will be.
 
     logp_T: log π_θ of the sampled tokens, differentiable. sampler_T: the same as the sampler reported it. scores_T: log π_T
-    as the teacher answered, None unless `needs_teacher`. All of one dtype.
+    as the teacher answered, None unless `needs_teacher`. support: None unless the objective asks for a `support_size`. All
+    of one dtype.
     """
 
     logp_T: torch.Tensor
     sampler_T: torch.Tensor
     scores_T: torch.Tensor | None = None
+    support: SupportTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,8 @@ class PlainToken:
 
     id: the token. logp: log π_θ. sampler: as the sampler reported it. score: log π_T; 0.0 without a teacher. reward: the
     trajectory's, and rewards: those of its group's samples in order (None: it has none). advantage: A_i, where weights are of
-    the group; m: how many samples of the group have a reward. n_scored: |M_i|, scored tokens of the trajectory.
+    the group; m: how many samples of the group have a reward. n_scored: |M_i|, scored tokens of the trajectory. support: (id,
+    log π_θ, log π_T) of the teacher's most probable tokens at its position, where the objective asks for them.
     """
 
     id: int
@@ -57,6 +72,7 @@ class PlainToken:
     advantage: float
     m: int
     n_scored: int
+    support: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclass
@@ -70,6 +86,11 @@ class Objective:
     needs_teacher: ClassVar[bool] = False
     rewards: ClassVar[str] = NONE
     divides_by_tokens: ClassVar[bool] = True
+
+    @property
+    def support_size(self) -> int:
+        """How many of its most probable tokens the teacher answers at each position (K); 0: none. Needs the teacher."""
+        return 0
 
     @property
     def has_loss(self) -> bool:

@@ -316,6 +316,7 @@ class Cluster:
             max_num_batched_tokens=teacher.max_num_batched_tokens,
             tensor_parallel_size=teacher.tensor_parallel_size,
             engine_options=teacher.engine_init_kwargs,
+            support=objectives.of(self._cfg.thundersync).support_size,
             device=self._device,
         )
 

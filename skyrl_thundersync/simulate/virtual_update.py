@@ -18,7 +18,7 @@ from skyrl_thundersync.simulate.workload import RecordedRollouts, Rollouts, floa
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.release import ReleaseRule, WorkPolicy
 from skyrl_thundersync.stream.scheduler import Scheduler
-from skyrl_thundersync.stream.sources import Source, TrajectoryId, Work, WorkDone
+from skyrl_thundersync.stream.sources import Scores, Source, TrajectoryId, Work, WorkDone
 from skyrl_thundersync.trainer import MOST_PER_CALL, Update
 
 
@@ -120,11 +120,11 @@ class _Teacher:
     def __init__(self, teachers: Teachers) -> None:
         self._teachers = teachers
 
-    async def score(self, source: Source) -> tuple[float, ...]:
+    async def score(self, source: Source) -> Scores:
         scored = asyncio.get_running_loop().create_future()
         self._teachers.submit(source, scored.set_result, None)
         await scored
-        return float_zeros(len(source.action_ids))
+        return Scores(float_zeros(len(source.action_ids)))
 
     async def close(self, trajectory: TrajectoryId) -> None: ...
 
@@ -203,7 +203,7 @@ class DirectUpdate:
             self._teachers.submit(source, self._scored, source)
 
     def _scored(self, source: Source) -> None:
-        self._scheduler.scored(source.trajectory, float_zeros(len(source.action_ids)))
+        self._scheduler.scored(source.trajectory, Scores(float_zeros(len(source.action_ids))))
         self._teach()
 
     def _done(self, rank: int, works: list[Work]) -> None:

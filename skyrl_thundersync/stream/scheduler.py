@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skyrl_thundersync.stream.ledger import Ledger
 from skyrl_thundersync.stream.placement import Placement
 from skyrl_thundersync.stream.queue import ReadyQueue
 from skyrl_thundersync.stream.release import ReleaseGate, ReleaseRule, WorkPolicy
 from skyrl_thundersync.stream.rewards import RewardGate
-from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Scores, Source, TrajectoryId, Work
 
 
 class Scheduler:
@@ -76,10 +75,10 @@ class Scheduler:
         if len(turns) == 1:
             self.to_score.append(source)
 
-    def scored(self, trajectory: TrajectoryId, scores: Any) -> None:
+    def scored(self, trajectory: TrajectoryId, scores: Scores) -> None:
         """The teacher answered for the trajectory's source in `to_score`."""
         turns = self._turns[trajectory]
-        self._ready(Append(turns.popleft(), scores))
+        self._ready(Append(turns.popleft(), scores.logps, scores.support))
         if not turns:
             return
         if turns[0] is None:

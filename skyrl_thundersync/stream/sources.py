@@ -8,7 +8,10 @@ Everything here is immutable, picklable and holds token ids as plain integers: i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class TrajectoryId(NamedTuple):
@@ -74,16 +77,37 @@ class Source:
         return sum(self.mask)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The k tokens that the teacher finds most probable at each of n positions, best first.
+
+    ids_nk: int32 [n, k]. logps_nk: their log π_T, float32 [n, k].
+    """
+
+    ids_nk: np.ndarray
+    logps_nk: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A teacher's answer on a source: log π_T of each action token; `support`, for objectives that ask for one, at the
+    positions of the same tokens."""
+
+    logps: tuple[float, ...]
+    support: Support | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Append:
     """Learner work: add a ready source's tokens to its trajectory (and run them forward when that is worth it).
 
     `scores` holds log π_T of each action token (same length as `action_ids`; ignored where the mask is 0); None for
-    objectives without a teacher.
+    objectives without a teacher. `support`: as in `Scores`.
     """
 
     source: Source
     scores: tuple[float, ...] | None
+    support: Support | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from skyrl_thundersync.errors import own_error
-from skyrl_thundersync.stream.sources import Source, TrajectoryId
+from skyrl_thundersync.stream.sources import Scores, Source, TrajectoryId
 from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, TeacherSpec
 from skyrl_thundersync.telemetry import timeline
 
@@ -94,7 +94,7 @@ class TeacherClient:
         """Waits for every replica; what each says of itself (name, longest trajectory, vocabulary size)."""
         return list(await asyncio.gather(*(replica.ready.remote() for replica in self.replicas)))
 
-    async def score(self, source: Source) -> tuple[float, ...]:
+    async def score(self, source: Source) -> Scores:
         """log π_T of each action token of `source` in its realised context. Called in turn order within a trajectory.
 
         Raises:
@@ -111,7 +111,7 @@ class TeacherClient:
         trajectory.sent = min(trajectory.sent, source.prefix)
         self._counts.trajectory_tokens += len(source.context_ids) + len(source.action_ids)
         if not source.action_ids:
-            return ()
+            return Scores(())
         begin = time.perf_counter()
         scores = await self._with_retries(source, trajectory)
         end = time.perf_counter()
@@ -119,7 +119,7 @@ class TeacherClient:
         self._counts.wait_s += end - begin
         self._counts.computed_tokens += scores.computed_tokens
         self._check(source, scores)
-        return scores.logps
+        return Scores(scores.logps, scores.support)
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """No turn can follow: the replica frees the trajectory's cache."""

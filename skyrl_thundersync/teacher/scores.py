@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_thundersync.stream.sources import Support
+
 
 @dataclass(frozen=True)
 class TeacherSpec:
@@ -25,6 +27,7 @@ class TeacherSpec:
         max_num_seqs, max_num_batched_tokens: vLLM's limits of one step. Transformers runs chunks of the latter.
         tensor_parallel_size: vLLM only: devices that the replica is split over.
         engine_options: vLLM only: further arguments of its engine.
+        support: how many of its most probable tokens it answers at each position; 0: none.
         threads: OpenMP threads (CPU only).
         device: "cpu" or "cuda".
         log_path: file for the process's output; None leaves it on the terminal.
@@ -41,6 +44,7 @@ class TeacherSpec:
     max_num_batched_tokens: int = 2048
     tensor_parallel_size: int = 1
     engine_options: Mapping[str, Any] = field(default_factory=dict)
+    support: int = 0
     threads: int = 1
     device: str = "cpu"
     log_path: str | None = None
@@ -50,12 +54,14 @@ class TeacherSpec:
 class TeacherScores:
     """log π_T (natural log, temperature 1) of the trajectory's tokens from the request's `first` on.
 
-    `computed_tokens` went through the model for this answer (a rescoring included), `cached_tokens` did not.
+    `computed_tokens` went through the model for this answer (a rescoring included), `cached_tokens` did not. `support`: at
+    the same positions, as `stream.sources.Support`, where the spec asks for it.
     """
 
     logps: tuple[float, ...]
     computed_tokens: int
     cached_tokens: int
+    support: Support | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import ray
 
 from skyrl_thundersync.process.heartbeat import at, doing
 from skyrl_thundersync.process.logs import redirect
+from skyrl_thundersync.stream.sources import Support
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class TransformersReplica:
         self._vocab_size = config.vocab_size
         self._max_len = spec.max_model_len or config.max_position_embeddings
         self._chunk = spec.max_num_batched_tokens
+        self._support = min(spec.support, self._vocab_size)
         self._budget = int(spec.cache_gib * 2**30)
         self._contexts = Contexts()
         self._pasts: OrderedDict[str, _Past] = OrderedDict()  # least recently used first; the worker thread's own
@@ -103,6 +105,7 @@ class TransformersReplica:
         cached = len(past.ids)
         inputs = ids[cached:-1]
         logps: list[float] = []
+        best: list[torch.return_types.topk] = []
         with torch.inference_mode():
             for begin in range(0, len(inputs), self._chunk):
                 chunk = inputs[begin : begin + self._chunk]
@@ -117,10 +120,17 @@ class TransformersReplica:
                 ).logits[0]
                 at = cached + begin + skip + 1
                 targets = torch.tensor(ids[at : at + len(rows)], device=self._model.device)
-                logps += torch.log_softmax(logits.float(), -1).gather(-1, targets[:, None])[:, 0].tolist()
+                logps_rV = torch.log_softmax(logits.float(), -1)
+                logps += logps_rV.gather(-1, targets[:, None])[:, 0].tolist()
+                if self._support:
+                    best.append(logps_rV.topk(self._support, -1))
         past.ids = ids[:-1]
         self._keep(trajectory, past)
-        return TeacherScores(tuple(logps), len(inputs), cached)
+        support = None
+        if best:
+            values, ids = (torch.cat(parts).cpu() for parts in zip(*best, strict=True))
+            support = Support(ids.int().numpy(), values.numpy())
+        return TeacherScores(tuple(logps), len(inputs), cached, support)
 
     def _new_past(self) -> _Past:
         from transformers import DynamicCache

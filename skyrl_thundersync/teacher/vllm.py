@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from transformers import AutoConfig
 
-from skyrl_thundersync.engines.thread import EngineSpec, EngineThread, build_engine, logprobs_of
+from skyrl_thundersync.engines.thread import EngineSpec, EngineThread, best_of, build_engine, logprobs_of
 from skyrl_thundersync.process.heartbeat import at, doing
 from skyrl_thundersync.process.logs import redirect
 from skyrl_thundersync.teacher.scores import Contexts, NeedContext, TeacherScores, TeacherSpec, check_range
@@ -39,13 +39,14 @@ class VllmReplica:
                 kv_cache_gib=spec.cache_gib,
                 block_size=spec.block_size,
                 tensor_parallel_size=spec.tensor_parallel_size,
-                options=spec.engine_options,
+                options={"max_logprobs": spec.support, **spec.engine_options} if spec.support else spec.engine_options,
                 threads=spec.threads,
                 device=spec.device,
             )
         )
         self._max_len = engine.model_config.max_model_len - 1
         self._vocab_size = engine.model_config.get_vocab_size()
+        self._support = min(spec.support, self._vocab_size)
         self._thread = EngineThread(engine, name)
         self._contexts = Contexts()
         self._salts: dict[str, str] = {}
@@ -75,22 +76,24 @@ class VllmReplica:
         # One salt a trajectory: two samples that begin alike must not read each other's scored positions from the cache.
         salt = self._salts.setdefault(trajectory, f"{trajectory}#{next(self._opened)}")
         with doing("scoring", str(trajectory)):
-            logps, cached = await self._request(ids, first, salt, read_cache=self._prefix_cache)
+            answer, cached = await self._request(ids, first, salt, read_cache=self._prefix_cache)
             computed = len(ids) - cached
-            if logps is None:
+            if answer is None:
                 self._rescored += 1
-                logps, cached = await self._request(ids, first, salt, read_cache=False)
+                answer, cached = await self._request(ids, first, salt, read_cache=False)
                 computed += len(ids) - cached
-        return TeacherScores(tuple(logps), computed, cached)
+        logps = logprobs_of(answer, ids, first, cached)
+        support = best_of(answer, ids, first, self._support, cached) if self._support else None
+        return TeacherScores(tuple(logps), computed, cached, support)
 
-    async def _request(self, ids: list[int], first: int, salt: str, read_cache: bool) -> tuple[list[float] | None, int]:
-        """(log-probs from `first` on, tokens read from the cache); None for log-probs that would be garbage."""
+    async def _request(self, ids: list[int], first: int, salt: str, read_cache: bool) -> tuple[Any | None, int]:
+        """(vLLM's prompt log-probs, tokens read from the cache); None for log-probs that would be garbage."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
-            prompt_logprobs=0,
+            prompt_logprobs=self._support,
             detokenize=False,
             flat_logprobs=True,
             skip_reading_prefix_cache=not read_cache,
@@ -101,7 +104,7 @@ class VllmReplica:
             if not read_cache:
                 raise RuntimeError(f"{self._name}: vLLM read {cached} tokens from a cache that it was told not to read")
             return None, cached
-        return logprobs_of(output.prompt_logprobs, ids, first, cached), cached
+        return output.prompt_logprobs, cached
 
     async def close(self, trajectory: str) -> None:
         """The trajectory is over; vLLM's blocks of it are free, and go when others need them."""

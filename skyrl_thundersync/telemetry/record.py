@@ -6,6 +6,7 @@ went to and the second it was released. Sampler log-probs, masks and teacher sco
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import time
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, TrajectoryId, Work
+import numpy as np
+
+from skyrl_thundersync.stream.sources import Append, CloseGroup, CloseTrajectory, Source, Support, TrajectoryId, Work
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def load_batch(path: Path) -> Batch:
 def _encode(work: Work) -> dict:
     if isinstance(work, Append):
         source = asdict(work.source) | {"trajectory": work.source.trajectory._asdict()}
-        return {"kind": "append", "source": source, "scores": work.scores}
+        support = {} if work.support is None else {"support": _packed(work.support)}
+        return {"kind": "append", "source": source, "scores": work.scores, **support}
     if isinstance(work, CloseTrajectory):
         known = {} if work.group_rewards is None else {"group_rewards": work.group_rewards}
         return {"kind": "close", "trajectory": work.trajectory._asdict(), "reward": work.reward, **known}
@@ -102,9 +106,26 @@ def _decode(row: dict) -> Work:
         trajectory = TrajectoryId(**fields.pop("trajectory"))
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
         scores = None if row["scores"] is None else tuple(row["scores"])
-        return Append(Source(trajectory=trajectory, **fields), scores)
+        support = _unpacked(row["support"]) if "support" in row else None
+        return Append(Source(trajectory=trajectory, **fields), scores, support)
     if row["kind"] == "close":
         known = row.get("group_rewards")
         known = None if known is None else tuple(known)
         return CloseTrajectory(TrajectoryId(**row["trajectory"]), row["reward"], known)
     return CloseGroup(row["group"])
+
+
+def _packed(support: Support) -> dict:
+    """Little-endian bytes: as text its numbers would outweigh the rest of the record many times."""
+    n, k = support.ids_nk.shape
+    arrays = (support.ids_nk.astype("<i4"), support.logps_nk.astype("<f4"))
+    ids, logps = (base64.b64encode(array.tobytes()).decode() for array in arrays)
+    return {"n": n, "k": k, "ids": ids, "logps": logps}
+
+
+def _unpacked(row: dict) -> Support:
+    ids, logps = (
+        np.frombuffer(base64.b64decode(row[name]), dtype).reshape(row["n"], row["k"]).copy()
+        for name, dtype in (("ids", "<i4"), ("logps", "<f4"))
+    )
+    return Support(ids, logps)

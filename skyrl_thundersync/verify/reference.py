@@ -24,14 +24,15 @@ Gradient = dict[str, torch.Tensor]
 
 @dataclass
 class Sequence:
-    """One branch of a trajectory: its token ids and, by position of a scored token in it, log π_T, the sampler's log-prob and
-    the source's turn."""
+    """One branch of a trajectory: its token ids and, by position of a scored token in it, log π_T, the sampler's log-prob,
+    the source's turn, and (id, log π_T) of the teacher's support where there is one."""
 
     trajectory: TrajectoryId
     ids: list[int] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)
     sampler: dict[int, float] = field(default_factory=dict)
     turns: dict[int, int] = field(default_factory=dict)
+    support: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def load_model(path: str, dtype: torch.dtype, lora: LoraSettings | None, device: str) -> torch.nn.Module:
@@ -76,10 +77,13 @@ def sequences(batch: Batch) -> list[Sequence]:
             held = current[source.trajectory] = Sequence(source.trajectory, held.ids[: source.prefix])
         held.ids.extend(source.context_ids)
         scores = work.scores if work.scores is not None else [0.0] * len(source.action_ids)
-        for token, scored, score, sampler in zip(
-            source.action_ids, source.mask, scores, source.sampler_logps, strict=True
+        for index, (token, scored, score, sampler) in enumerate(
+            zip(source.action_ids, source.mask, scores, source.sampler_logps, strict=True)
         ):
             if scored:
+                if work.support is not None:
+                    best = (work.support.ids_nk[index].tolist(), work.support.logps_nk[index].tolist())
+                    held.support[len(held.ids)] = list(zip(*best, strict=True))
                 held.scores[len(held.ids)] = score
                 held.sampler[len(held.ids)] = sampler
                 held.turns[len(held.ids)] = source.turn
@@ -174,16 +178,20 @@ def _backward(
     ids_T, at_S = torch.tensor(sequence.ids, device=device), torch.tensor(at, device=device)
     logits_TV = model(input_ids=ids_T[None, :-1], use_cache=False).logits[0]
     logp_SV = torch.log_softmax(logits_TV, -1)[at_S - 1]
-    sampled = logp_SV.detach().gather(-1, ids_T[at_S, None])[:, 0].tolist()
-    weighed = [
-        (row, token, weight)
-        for row, (i, logp) in enumerate(zip(at, sampled, strict=True))
-        for token, weight in objective.plain_weights(
-            PlainToken(
-                sequence.ids[i], logp, sequence.sampler[i], sequence.scores[i], **vars(known[sequence.trajectory])
-            )
-        ).items()
-    ]
+    plain_SV = logp_SV.detach()
+    sampled = plain_SV.gather(-1, ids_T[at_S, None])[:, 0].tolist()
+    weighed = []
+    for row, (i, logp) in enumerate(zip(at, sampled, strict=True)):
+        support = tuple((id, float(plain_SV[row, id]), score) for id, score in sequence.support.get(i, ()))
+        token = PlainToken(
+            sequence.ids[i],
+            logp,
+            sequence.sampler[i],
+            sequence.scores[i],
+            **vars(known[sequence.trajectory]),
+            support=support,
+        )
+        weighed += [(row, id, weight) for id, weight in objective.plain_weights(token).items()]
     rows, tokens, weights = zip(*weighed, strict=True)
     weights_W = torch.tensor(weights, dtype=torch.float64, device=device).to(logp_SV.dtype)
     (-(weights_W * logp_SV[list(rows), list(tokens)]).sum()).backward()

@@ -12,7 +12,7 @@ from plain import FAMILIES, batch, distance, interleave, make_rank, plain_gradie
 
 from skyrl_thundersync.learner.state_budget import StateBudget
 from skyrl_thundersync.stream.release import WorkPolicy
-from skyrl_thundersync.stream.sources import Append, CloseTrajectory, WorkDone
+from skyrl_thundersync.stream.sources import Append, CloseTrajectory, Scores, WorkDone
 from skyrl_thundersync.trainer import Update
 
 
@@ -160,9 +160,9 @@ def test_an_update_under_any_budget_ends_and_its_gradient_is_the_same(folder_of,
             turns.setdefault(work.source.trajectory, []).append(work)
     rewards = {w.trajectory: w.reward for w in works if isinstance(w, CloseTrajectory)}
 
-    class Scores:
+    class Teacher:
         async def score(self, source):
-            return turns[source.trajectory][source.turn].scores
+            return Scores(turns[source.trajectory][source.turn].scores)
 
         async def close(self, trajectory): ...
 
@@ -170,7 +170,7 @@ def test_an_update_under_any_budget_ends_and_its_gradient_is_the_same(folder_of,
         lane = Lane(budgeted(rank, state_bytes // 2), rng)
         groups = {f"g{g}": 2 for g in range(5)}
         cap = 1 if objective == "grpo" else None
-        update = Update(0, groups, [lane], Scores(), WorkPolicy(schedule, statistics_cap=cap, state_bytes=state_bytes))
+        update = Update(0, groups, [lane], Teacher(), WorkPolicy(schedule, statistics_cap=cap, state_bytes=state_bytes))
 
         async def one(trajectory):
             for work in turns[trajectory]:

@@ -5,12 +5,14 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import ray
+import torch
 from host import Hosted
 from models import byte_tokenizer, forward_logps, random_ids, save, tiny_qwen3
 
-from skyrl_thundersync.stream.sources import Source, TrajectoryId
+from skyrl_thundersync.stream.sources import Scores, Source, TrajectoryId
 from skyrl_thundersync.teacher.client import TeacherClient, TeacherError, start_teachers
 from skyrl_thundersync.teacher.preflight import (
     PreflightError,
@@ -24,12 +26,18 @@ from skyrl_thundersync.teacher.scores import NeedContext, TeacherScores, Teacher
 pytestmark = pytest.mark.timeout(480)
 
 BACKENDS = ("vllm", "transformers")
+SUPPORT = 24
 
 
 @pytest.fixture(scope="module")
 def teacher_spec(checkpoints):
     return TeacherSpec(
-        checkpoints["untied0"].folder, dtype="float32", max_model_len=2048, cache_gib=0.125, max_num_batched_tokens=256
+        checkpoints["untied0"].folder,
+        dtype="float32",
+        max_model_len=2048,
+        cache_gib=0.125,
+        max_num_batched_tokens=256,
+        support=SUPPORT,
     )
 
 
@@ -85,7 +93,7 @@ def brute_force(model, sources: list[Source]) -> list[tuple[float, ...]]:
 
 
 async def score_all(client, sources):
-    scores = [await client.score(source) for source in sources]
+    scores = [(await client.score(source)).logps for source in sources]
     await client.close(sources[0].trajectory)
     return scores
 
@@ -114,6 +122,29 @@ def test_scores_equal_a_brute_force_forward_at_every_position(backend, teachers,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_support_is_the_most_probable_tokens_at_every_position(backend, teachers, model):
+    """Of each turn, earlier ones out of the cache; ties may come in any order."""
+    sources = turns(5, [(300, 20), (40, 1), (300, 30)])
+    client = TeacherClient([teachers[backend]], 60, 0)
+
+    async def supports():
+        found = [(await client.score(source)).support for source in sources]
+        await client.close(sources[0].trajectory)
+        return found
+
+    for turn, (source, support) in enumerate(zip(sources, asyncio.run(supports()), strict=True)):
+        ids = realised(sources[: turn + 1])
+        with torch.no_grad():
+            logps_nV = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)[
+                -len(source.action_ids) :
+            ]
+        best = logps_nV.topk(SUPPORT, -1).values.numpy()
+        assert support.logps_nk == pytest.approx(best, abs=5e-5)
+        assert support.logps_nk == pytest.approx(np.take_along_axis(logps_nV.numpy(), support.ids_nk, -1), abs=5e-5)
+        assert all(len(set(row)) == SUPPORT for row in support.ids_nk.tolist())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_branch_is_scored_in_the_context_it_was_sampled_in(backend, teachers, model):
     """The second turn's context drops most of the first turn (as templates that forget thinking do); then it goes on."""
     first, second, third = turns(7, [(100, 60), (20, 30), (20, 30)])
@@ -131,7 +162,7 @@ def test_samples_that_begin_alike_do_not_read_each_others_scores(backend, teache
     client = TeacherClient([teachers[backend]], 60, 0)
     expected = brute_force(model, twins[0])
     for sources in twins:
-        close_to([asyncio.run(client.score(sources[0]))], expected)
+        close_to([asyncio.run(client.score(sources[0])).logps], expected)
     ids = realised(twins[0])
     for _ in range(2):
         again = ray.get(teachers[backend].score.remote(str(twins[0][0].trajectory), 0, ids, 64))
@@ -182,9 +213,9 @@ def test_a_replica_that_lost_the_trajectory_gets_it_whole(backend, teachers, mod
     client = TeacherClient([teacher], 60, 0)
 
     async def lose_after_the_first():
-        scores = [await client.score(sources[0])]
+        scores = [(await client.score(sources[0])).logps]
         await teacher.close.remote(str(sources[0].trajectory))
-        return scores + [await client.score(source) for source in sources[1:]]
+        return scores + [(await client.score(source)).logps for source in sources[1:]]
 
     close_to(asyncio.run(lose_after_the_first()), brute_force(model, sources))
 
@@ -196,7 +227,7 @@ def test_a_small_budget_drops_caches_and_changes_no_score(host, teacher_spec, mo
     sources = turns(41, [(50, 20), (30, 20), (10, 20)])
 
     async def scores():
-        return [await client.score(source) for source in sources]
+        return [(await client.score(source)).logps for source in sources]
 
     close_to(asyncio.run(scores()), brute_force(model, sources))
     stats = ray.get(teacher.stats.remote())
@@ -259,7 +290,7 @@ def flaky_client(cluster, *args, timeout=30.0, retries=2):
 def test_a_failed_request_is_tried_again(cluster):
     _, client = flaky_client(cluster, "raise", 2)
     source = turns(1, [(5, 3)])[0]
-    assert asyncio.run(client.score(source)) == (-1.0,) * 3
+    assert asyncio.run(client.score(source)) == Scores((-1.0,) * 3)
     assert client.take_counts().retries == 2
 
 
@@ -302,7 +333,7 @@ def test_a_score_that_is_no_number_stops_at_once_and_names_the_source(cluster, l
 def test_a_score_that_is_no_number_under_the_mask_harms_nobody(cluster):
     _, client = flaky_client(cluster, "raise", 0, math.nan)
     source = replace(turns(5, [(5, 3)])[0], mask=(0, 0, 0))
-    assert len(asyncio.run(client.score(source))) == 3
+    assert len(asyncio.run(client.score(source)).logps) == 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
