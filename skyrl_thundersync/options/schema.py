@@ -158,7 +158,8 @@ class ThunderSyncConfig:
     """"opd": reverse KL to a frozen teacher on sampled tokens, one source a turn. "grpo": group-relative rewards. "mixed":
     both, A_t = β (log π_T − log π_θ) + γ Â_i with options `beta` and `gamma`, over the batch's tokens.
     "top_k": reverse KL over the teacher's k most probable tokens at each position, option `k`, and the sampled one where it
-    is none of them. Or the name of an installed package's (entry points `skyrl_thundersync.objectives`), or a class of your own (docs/library.md)."""
+    is none of them. Or the name of an installed package's (entry points `skyrl_thundersync.objectives`), or a class of your
+    own (docs/library.md)."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective: the fields of its class, checked as all options are. opd and grpo have none here; mixed has
     `beta` and `gamma`, both 1; top_k has `k`, 16."""
