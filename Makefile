@@ -57,7 +57,8 @@ COMPILE = uv pip compile --quiet --python-version 3.12 --python-platform x86_64-
 	--custom-compile-command "make lock"
 lock:
 	$(COMPILE) --override requirements/overrides.txt requirements/dev.in -o requirements/cpu.txt
-	$(COMPILE) --override requirements/overrides-gpu.txt requirements/gpu.in -o requirements/gpu.txt
+	$(COMPILE) --override requirements/overrides-gpu.txt --constraint requirements/constraints-gpu.txt \
+		requirements/gpu.in -o requirements/gpu.txt
 
 clean:
 	rm -rf $(VENV) .tools build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
