@@ -166,3 +166,11 @@ def test_the_papers_table_is_what_presets_say(option, preset, value, reason):
 def test_every_preset_of_eight_gpus_is_in_the_papers_table():
     named = {row.values[1] for row in paper_rows()}
     assert {name for name in preset_names(own_presets()) if "qwen3.8" in name or "glm" in name} <= named
+
+
+def test_every_open_trajectory_has_a_thread_for_its_tools():
+    option = "environment.skyrl_gym.max_env_workers"
+    sizes = ["+config=opd/quickstart", "trainer.train_batch_size=40", "generator.n_samples_per_prompt=6"]
+    assert build_config(sizes).environment.skyrl_gym.max_env_workers == 240
+    assert build_config([*sizes, "trainer.eval_batch_size=900"]).environment.skyrl_gym.max_env_workers == 900
+    assert build_config([*sizes, f"{option}=7"]).environment.skyrl_gym.max_env_workers == 7

@@ -42,9 +42,19 @@ def build_config(args: Sequence[str]) -> TrainConfig:
     values.setdefault("trainer.policy_mini_batch_size", values.get("trainer.train_batch_size", 1024))
     values.setdefault("trainer.critic_mini_batch_size", values["trainer.policy_mini_batch_size"])
     try:
-        return TrainConfig.from_cli_overrides(values)
+        cfg = TrainConfig.from_cli_overrides(values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"SkyRL refuses this configuration: {error}") from error
+    if "environment.skyrl_gym.max_env_workers" not in values:
+        cfg.environment.skyrl_gym.max_env_workers = _tool_threads(cfg)
+    return cfg
+
+
+def _tool_threads(cfg: TrainConfig) -> int:
+    """A thread for each environment that is open at once, so that no tool call waits for another: they mostly wait."""
+    training = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    evaluation = cfg.trainer.eval_batch_size * cfg.generator.eval_n_samples_per_prompt
+    return max(training, evaluation if cfg.trainer.eval_interval > 0 else 0)
 
 
 def _check_objective(merged: Mapping[str, Override]) -> None:

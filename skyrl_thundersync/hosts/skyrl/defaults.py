@@ -33,8 +33,6 @@ HOST_DEFAULTS = {
     "generator.inference_engine.language_model_only": True,
     # Each worker process would import torch to hand out lists; the prompts are in memory already.
     "data.dataloader.num_workers": 0,
-    # Environments of a batch run their tools at the same time, each in a thread that mostly waits.
-    "environment.skyrl_gym.max_env_workers": 64,
 }
 
 
