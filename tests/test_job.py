@@ -34,6 +34,7 @@ def test_the_screen_shows_one_line_an_update_and_no_chatter(trained):
     lines = trained.output().splitlines()
     assert [line.split()[0] for line in lines if re.match(r" *\d+/\d+ ", line)] == [f"{k}/3" for k in (1, 2, 3)]
     assert sum("held-out success after" in line for line in lines) == 2
+    assert "attention over cut states: cpu_fused (the rule for CPUs)" in trained.output()
     assert not [line for line in lines if re.search(r"WARNING|INFO|DEBUG|Traceback", line)]
     assert max(len(line) for line in lines if "|g|" in line or re.match(r" *\d+/\d+ ", line)) <= 80
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError
+from rich.markup import escape
 
 from skyrl_thundersync.engines.thread import EngineSpec
 from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
@@ -148,6 +149,11 @@ class Cluster:
             count = self._cfg.thundersync.teacher.replicas
             parts.append(f"{count} teacher replica{'s' * (count > 1)}")
         self._display.say(f"{', '.join(parts)} up in {time.perf_counter() - begin:.0f} s on {self._device}")
+        rank = self.learner_stats()[0]
+        self._display.say(
+            f"[dim]attention over cut states: {escape(rank.kernel)}; log-probs through them are within {rank.cut_gap:.1g} of "
+            "stock attention's[/dim]"
+        )
 
     async def _ready(self) -> None:
         async with asyncio.TaskGroup() as tasks:
