@@ -158,24 +158,26 @@ class ZeroOptimizer:
         return float(self.optimizer.optimizer.param_groups[0]["lr"])
 
     def step(self, accumulator: Accumulator, divisor: float) -> Step:
-        """Reduce over ranks, ÷ divisor, global norm, clip, exactly one AdamW step. Collective.
+        """Reduce over ranks, ÷ divisor, global norm, clip, exactly one AdamW step. Collective. The accumulator is used up:
+        its shard is reduced and divided where it lies, since host memory has no room for copies of it.
 
         Raises FloatingPointError, on all ranks and before anything changes, when the norm is not finite.
         """
         start = time.perf_counter()
-        shard = self._reduce_scatter(accumulator.flat)
-        shard = (from_fixed(shard) if accumulator.exact else shard) / divisor
+        shard = _quotient(self._reduce_scatter(accumulator.flat), divisor)
         norm = self._exact_norm(shard) if accumulator.exact else self._norm(shard)
         if norm != norm or norm == float("inf"):
             raise FloatingPointError(f"the batch's gradient norm is {norm}; no step was taken, parameters are intact")
         limit = self.settings.max_grad_norm
         scale = min(1.0, limit / (norm + 1e-6)) if limit and limit > 0 else 1.0
-        shard = (shard * scale).to(torch.float32)
-        reduced, lr = time.perf_counter(), self.lr
         if self.route == "host shard":
-            self.optimizer.single_partition_of_fp32_groups[0].grad.copy_(shard)
+            gradient = self.optimizer.single_partition_of_fp32_groups[0].grad
         else:
-            self.optimizer.averaged_gradients[0] = [shard.to(self._device)]
+            gradient = torch.empty(self.shard_size, dtype=torch.float32, device=self._device)
+            self.optimizer.averaged_gradients[0] = [gradient]
+        for to, part in zip(gradient.split(BUCKET), shard.split(BUCKET), strict=True):
+            to.copy_(part * scale)
+        reduced, lr = time.perf_counter(), self.lr
         with doing("optimizer step"):
             self.optimizer.step()
         self.schedule.step()
@@ -221,29 +223,38 @@ class ZeroOptimizer:
         return self.optimizer.bit16_groups_flat[0].device
 
     def _norm(self, shard: torch.Tensor) -> float:
-        square = shard.double().square().sum().to(self._device)
+        square = sum(part.double().square().sum() for part in shard.split(BUCKET)).to(self._device)
         dist.all_reduce(square, group=self.group)
         return float(square.sqrt())
 
     def _exact_norm(self, shard: torch.Tensor) -> float:
         """The same bits for any number of ranks: squares are summed in integers, which no partition can change."""
-        largest = shard.abs().max().to(self._device)
+        largest = torch.stack([part.abs().max() for part in shard.split(BUCKET)]).max().to(self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         if float(largest) == 0.0:
             return 0.0
-        high, low = divmod(square_sum(shard, float(largest)), 2**32)
+        high, low = divmod(sum(square_sum(part, float(largest)) for part in shard.split(BUCKET)), 2**32)
         parts = torch.tensor([high, low], dtype=torch.int64, device=self._device)
         dist.all_reduce(parts, group=self.group)
         high, low = parts.tolist()
         return root_of_squares(high * 2**32 + low, float(largest))
 
     def _reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over ranks, on the host; `BUCKET` elements of each shard at a time."""
-        whole = flat.view(dist.get_world_size(self.group), self.shard_size)
-        shard = torch.empty(self.shard_size, dtype=flat.dtype)
+        """This rank's part of the sum over ranks, in its place in `flat`; `BUCKET` elements of each shard at a time."""
+        group = self.group or dist.group.WORLD
+        whole = flat.view(group.size(), self.shard_size)
+        shard = whole[group.rank()]
         for start in range(0, self.shard_size, BUCKET):
             part = whole[:, start : start + BUCKET].to(self._device).contiguous()
             out = torch.empty(part.shape[1], dtype=flat.dtype, device=self._device)
             dist.reduce_scatter_single(out, part.view(-1), group=self.group)
             shard[start : start + BUCKET] = out.cpu()
         return shard
+
+
+def _quotient(shard: torch.Tensor, divisor: float) -> torch.Tensor:
+    """`shard` ÷ divisor, in its own memory; a sum in fixed point becomes one in FP64."""
+    found = shard.view(torch.float64) if shard.dtype == torch.int64 else shard
+    for to, part in zip(found.split(BUCKET), shard.split(BUCKET), strict=True):
+        to.copy_((from_fixed(part) if part.dtype == torch.int64 else part) / divisor)
+    return found
