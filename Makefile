@@ -1,10 +1,11 @@
-# make quickstart | test | test-slow | test-docker | bench | exact | faults | lint | env | lock | clean      (GPU node: make env LOCK=gpu)
+# make quickstart | test | test-slow | test-docker | bench | exact | gpu-check | faults | lint | env | lock | clean
+# (on a machine with GPUs: make env LOCK=gpu)
 SHELL := /bin/bash
 VENV ?= .venv
 LOCK ?= cpu
 STAMP := $(VENV)/.installed-$(LOCK)
 
-.PHONY: env quickstart test test-slow test-docker bench exact faults lint lock clean
+.PHONY: env quickstart test test-slow test-docker bench exact gpu-check faults lint lock clean
 .DEFAULT_GOAL := quickstart
 
 env: $(STAMP)
@@ -40,6 +41,10 @@ bench: env
 exact: env
 	@test -d runs/quickstart/record || $(MAKE) quickstart
 	$(VENV)/bin/skyrl-thundersync verify runs/quickstart --limit 10
+
+# On one GPU: kernels, streams, an update, publication and the rehearsal against what is measured; a line of JSON a figure.
+gpu-check: env
+	$(VENV)/bin/python -m benchmarks.gpu_check
 
 # What happens when things break: fault x phase, by real events (as root; a minute or two a cell).
 faults: env

@@ -47,8 +47,7 @@ class Phase:
     Attributes:
         peak: bytes that lived at most, per place; `peak_by`: of what (tag), at that moment.
         kept: bytes that live when it ends, by tag, per place.
-        flops: on the device. launches: its kernels. bound_s: device seconds by what bounds each kernel: "matmul", "memory"
-            or "launch" (LAUNCH_S a kernel).
+        flops: on the device. launches: its kernels. kernels: how many of (FLOPs, bytes of traffic, widest float's bytes).
         to_host, to_device: bytes copied between the two. host_traffic: bytes that host operators read and write.
         network: bytes that collectives send from here.
     """
@@ -59,11 +58,20 @@ class Phase:
     kept: dict[str, dict[str, int]] = field(default_factory=dict)
     flops: float = 0.0
     launches: float = 0.0
-    bound_s: Counter = field(default_factory=Counter)
+    kernels: Counter = field(default_factory=Counter)
     to_host: float = 0.0
     to_device: float = 0.0
     host_traffic: float = 0.0
     network: float = 0.0
+
+    def bound_s(self, gpu: Gpu) -> Counter:
+        """Device seconds on `gpu` by what bounds each kernel: "matmul", "memory" or "launch" (LAUNCH_S a kernel)."""
+        found: Counter = Counter()
+        for (flops, traffic, wide), times in self.kernels.items():
+            bounds = {"matmul": flops / gpu.peak(wide), "memory": traffic / gpu.hbm, "launch": LAUNCH_S}
+            bound = max(bounds, key=bounds.__getitem__)
+            found[bound] += times * bounds[bound]
+        return found
 
 
 class _Operator(NamedTuple):
@@ -82,15 +90,14 @@ class _Work(NamedTuple):
 
     flops: float
     traffic: int
-    bound: str
-    seconds: float
+    wide: int
 
 
 class Accounting(TorchDispatchMode):
     """Counts every operator within. Tensors on "meta" stand for the GPU's, fake ones on the CPU device for the host's.
 
     Args:
-        gpu: whose peaks bound kernels; None where the rank's device is the CPU.
+        gpu: what "meta" stands for; None where the rank's device is the CPU.
     """
 
     def __init__(self, gpu: Gpu | None = None):
@@ -235,17 +242,12 @@ class Accounting(TorchDispatchMode):
             phase.host_traffic += work.traffic
         else:
             phase.launches += 1
-            phase.bound_s[work.bound] += work.seconds
+            phase.kernels[work] += 1
 
     def _cost(self, packet, args, kwargs, result, given, made) -> _Work:
         traffic = sum(map(_bytes, made)) + sum(map(_bytes, given))
-        flops = _flops(packet, args, kwargs, result)
-        if self.gpu is None:
-            return _Work(flops, traffic, "", 0.0)
         wide = max((x.element_size() for x in given if x.is_floating_point()), default=4)
-        bounds = {"matmul": flops / self.gpu.peak(wide), "memory": traffic / self.gpu.hbm, "launch": LAUNCH_S}
-        bound = max(bounds, key=bounds.__getitem__)
-        return _Work(flops, traffic, bound, bounds[bound])
+        return _Work(_flops(packet, args, kwargs, result), traffic, wide)
 
 
 _RESHAPING = (

@@ -61,7 +61,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rehearsed update. Bytes, seconds; `problems`: what does not fit, each with the option to change."""
+    """A rehearsed update. Bytes, seconds; `problems`: what does not fit, each with the option to change. host_states: what of
+    host_node is states of open trajectories, moved there."""
 
     gpu: str
     trajectories: int
@@ -72,6 +73,7 @@ class Estimate:
     device_peak: float
     device_room: float
     host_node: float
+    host_states: float
     published: float
     publish_s: float
     learner_s: float
@@ -88,8 +90,26 @@ class Estimate:
         return found
 
 
-def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
-    """Rehearse an update of `cfg` with trajectories of `tokens` tokens on `nodes` nodes of `gpu`.
+def rehearsed(cfg: TrainConfig, gpu: Gpu, tokens: int) -> dict[str, Phase]:
+    """The phases of a learner rank of `cfg` with trajectories of `tokens` tokens: the same on every GPU.
+
+    Raises:
+        ConfigError: a model whose config.json cannot be had.
+    """
+    from skyrl_thundersync.options.schema import learner_ranks, lora_settings
+
+    ts = cfg.thundersync
+    student = architecture("trainer.policy.model.path", cfg.trainer.policy.model.path)
+    rank = Rank(student, ts.learner, ts.objective, learner_ranks(cfg), gpu, lora_settings(cfg))
+    return rehearse_rank(rank, _workload(tokens))
+
+
+def _workload(tokens: int) -> Workload:
+    return Workload(tokens, min(2048, tokens // 4))
+
+
+def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int, phases: dict[str, Phase] | None = None) -> Estimate:
+    """An update of `cfg` with trajectories of `tokens` tokens on `nodes` nodes of `gpu`. phases: as `rehearsed` has them.
 
     Raises:
         ConfigError: a model whose config.json cannot be had.
@@ -101,8 +121,8 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     student = architecture("trainer.policy.model.path", cfg.trainer.policy.model.path)
     ranks = learner_ranks(cfg)
     adapter = lora_settings(cfg)
-    workload = Workload(tokens, min(2048, tokens // 4))
-    phases = rehearse_rank(Rank(student, ts.learner, ts.objective, ranks, gpu, adapter), workload)
+    workload = _workload(tokens)
+    phases = phases or rehearsed(cfg, gpu, tokens)
     groups = -(-cfg.trainer.train_batch_size // ranks)
     own = groups * cfg.generator.n_samples_per_prompt
     times = {PROMPT: groups, APPEND: own, SWEEP: own, GROUP: groups, FINISH: 1}
@@ -132,7 +152,7 @@ def estimate(cfg: TrainConfig, gpu: Gpu, nodes: int, tokens: int) -> Estimate:
     graph = phases[SWEEP].peak_by[DEVICE].get("graph", 0.0)
     found = Estimate(
         gpu.name, own, tokens, rows, graph / _block(ts.learner.block_tokens, tokens), state, peak, gpu.memory * (1 - SPARE),
-        host, published, publish_s, learner_s, suffix_s, (learner_s - compute_s) / compute_s,
+        host, a_node * host_states, published, publish_s, learner_s, suffix_s, (learner_s - compute_s) / compute_s,
         _mfu(student, adapter, workload, groups, own // groups, learner_s, gpu), replicas, [],
     )  # fmt: skip
     found.problems.extend(_problems(found, cfg, elsewhere, tokens))
@@ -144,11 +164,12 @@ def _block(block: int, tokens: int) -> int:
 
 
 def _row(phase: Phase, times: int, gpu: Gpu, threads: int, ranks: int, nodes: int) -> Row:
-    device_s = sum(phase.bound_s.values())
+    bounds = phase.bound_s(gpu)
+    device_s = sum(bounds.values())
     copied = phase.to_host + phase.to_device
     return Row(
         phase.name, times, phase.peak[DEVICE], phase.peak_by[DEVICE], phase.peak[HOST], phase.flops / 1e12, device_s,
-        max(phase.bound_s, key=phase.bound_s.__getitem__, default="nothing"), copied, copied / gpu.pcie,
+        max(bounds, key=bounds.__getitem__, default="nothing"), copied, copied / gpu.pcie,
         phase.host_traffic / min(threads * HOST_THREAD, HOST_MEMORY / ranks), phase.network,
         phase.network / (gpu.nvlink if nodes == 1 else NETWORK),
     )  # fmt: skip

@@ -240,7 +240,7 @@ def _joined(a: Phase, b: Phase) -> Phase:
             c.peak[place], c.peak_by[place] = a.peak[place], a.peak_by[place]
     for name in FIGURES:
         setattr(c, name, getattr(a, name) + getattr(b, name))
-    c.bound_s = a.bound_s + b.bound_s
+    c.kernels = a.kernels + b.kernels
     return c
 
 
@@ -273,5 +273,5 @@ def _combined(phases: tuple[Phase, ...], memory: tuple[float, ...], work: tuple[
         phase.kept[place] = table([p.kept.get(place, {}) for p in phases], memory)
     for name in FIGURES:
         setattr(phase, name, total([getattr(p, name) for p in phases], work))
-    phase.bound_s = Counter(table([p.bound_s for p in phases], work))
+    phase.kernels = Counter(table([p.kernels for p in phases], work))
     return phase

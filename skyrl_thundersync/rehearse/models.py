@@ -57,13 +57,34 @@ QWEN_NEXT = {
     "tie_word_embeddings": False,
 }
 
+GLM_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "mlp_layer_types": ["dense", *["sparse"] * 46],
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+}
+
 KNOWN = {
     "Qwen/Qwen3.8-27B": Architecture(QWEN_27B, "the published sizes of Qwen3.5-27B, whose class this model has"),
     "Qwen/Qwen3.8-Flash-Next-FP8": Architecture(
         QWEN_NEXT, "derived: Qwen3-Next-80B-A3B with the student's vocabulary, blocks of 128 in FP8", quantised=True
     ),
-    "zai-org/GLM-4.7-Flash": Architecture(
-        {"model_type": "glm4_moe_lite"}, "the defaults of Transformers' own class for this model"
+    "zai-org/GLM-4.7-Flash": Architecture(GLM_FLASH, "the defaults of Transformers' own class for this model"),
+    "zai-org/GLM-5.3-Flash-FP8": Architecture(
+        GLM_FLASH, "assumed: its sizes are not known here; those of GLM-4.7-Flash, in FP8", quantised=True
     ),
 }
 

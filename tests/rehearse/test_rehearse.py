@@ -4,39 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.real_rank import measure
+from benchmarks.rehearsal import CASES, LEARNER, compare
+from benchmarks.rehearsal import SMALL as DENSE
 from skyrl_thundersync.errors import ConfigError
-from skyrl_thundersync.options.schema import LearnerConfig
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST
 from skyrl_thundersync.rehearse.devices import GPUS
 from skyrl_thundersync.rehearse.learner import Rank, rehearse_rank
 from skyrl_thundersync.rehearse.models import KNOWN, Architecture, architecture, depths, parameters, transformers_config
 from skyrl_thundersync.rehearse.workload import Workload
+from skyrl_thundersync.telemetry.flops import cost
 
-DENSE = {
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 192,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-}
-HYBRID = DENSE | {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 4,
-    "hidden_size": 96,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-}
-LEARNER = LearnerConfig(dtype="float32", block_tokens=256, retain_gib=0.001)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -51,24 +29,10 @@ def in_a_rank_of_another_group():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("fields", "retain_gib", "graph_gib", "objective"),
-    [
-        (DENSE, 0.001, None, "opd"),
-        (DENSE, 1.0, None, "grpo"),
-        (DENSE, 0.0, 0.0001, "opd"),
-        (HYBRID, 0.001, None, "opd"),
-    ],
-)
-def test_memory_and_flops_are_those_of_a_real_rank(tmp_path, fields, retain_gib, graph_gib, objective):
-    known, workload = Architecture(fields, "a test"), Workload(900, 200)
-    learner = replace(LEARNER, retain_gib=retain_gib, graph_gib=graph_gib)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(transformers_config(known)).float().save_pretrained(tmp_path)
-    real = measure(tmp_path, learner, objective, workload)
-    for name, phase in rehearse_rank(Rank(known, learner, objective, 1, None), workload).items():
-        assert phase.peak[DEVICE] == pytest.approx(real[name].peak, rel=0.1), name
-        assert phase.flops == pytest.approx(real[name].flops, rel=0.02), name
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_memory_and_flops_are_those_of_a_real_rank(case):
+    for row in compare(case):
+        assert row.holds, row
 
 
 def test_two_depths_give_all_others_and_three_lengths_too(monkeypatch):
@@ -100,6 +64,11 @@ def test_the_table_has_the_sizes_that_are_known():
     assert body + ends == pytest.approx(30e9, rel=0.05)
     assert depths(transformers_config(KNOWN["Qwen/Qwen3.8-27B"])) == (4, 8, 15)
     assert depths(transformers_config(KNOWN["zai-org/GLM-4.7-Flash"])) == (2, 3, 45)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_the_table_says_of_a_model_is_enough_to_count_its_flops(name):
+    assert cost(KNOWN[name].config) == cost(transformers_config(KNOWN[name]).to_dict())
 
 
 def test_a_model_that_is_nowhere_is_refused_by_option():
