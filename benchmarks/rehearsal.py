@@ -1,6 +1,6 @@
 """Every preset for GPUs, rehearsed at full size on 8 x H200 and 8 x B200; and the rehearsal against what a real rank takes.
 
-    python -m benchmarks.rehearsal [--json]      some ten minutes on two cores; no GPU and no weights are needed
+    python -m benchmarks.rehearsal [--json]      half an hour on two busy cores; no GPU and no weights are needed
 
 32 prompts x 4 trajectories (GRPO: x 8), every one of them as long as the context, 131,072 tokens: the most memory that a
 batch can take. Per preset and device: whether all fits with 8% to spare, the largest device and host memory, copies and sums

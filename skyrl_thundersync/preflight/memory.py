@@ -29,7 +29,7 @@ def memory(cfg: TrainConfig) -> Check:
 
     A learner rank: weights; on the host an FP32 gradient of what is trained (twice for the exact accumulator, and two more a
     group with statistics); masters and moments, 12 bytes a trained parameter, shared among ranks, on the device
-    unless offloaded. Replicas: weights.
+    unless offloaded, which takes the shard's gradient too: 16. Replicas: weights.
     Without GPUs all of it is host memory, with the K/V caches; each process takes `PROCESS` beside.
     """
     from skyrl_thundersync.teacher.scores import TeacherSpec
@@ -90,7 +90,8 @@ def split_memory(cfg: TrainConfig, ranks: int) -> tuple[float, float, float, flo
     if of(ts).needs_group:
         sums += 2 * ts.grpo.admission_cap
     device = parameters * width[ts.learner.dtype] + (0 if ts.learner.offload_optimizer else state)
-    host = 4 * trained * sums + (state if ts.learner.offload_optimizer else 0)
+    # beside masters and moments DeepSpeed keeps the shard's gradient on the host
+    host = 4 * trained * sums + (state + 4 * trained / ranks if ts.learner.offload_optimizer else 0)
     rollout = parameters * width[cfg.generator.inference_engine.model_dtype]
     return device, host, rollout, teacher
 

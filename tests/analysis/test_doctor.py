@@ -162,7 +162,7 @@ def test_memory_of_a_split(tmp_path, monkeypatch):
     n, t = inputs.model_parameters(student), inputs.model_parameters(teacher)
     assert split.split_memory(config(student, teacher), 4) == (2 * n + 3 * n, 4 * n, 2 * n, 4 * t)
     offloaded = config(student, teacher, offload_optimizer=True, accumulator="exact")
-    assert split.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n, 2 * n, 4 * t)
+    assert split.split_memory(offloaded, 4) == (2 * n, 8 * n + 3 * n + n, 2 * n, 4 * t)
     # Three groups with statistics, two FP32 sums each, beside the gradient.
     assert split.split_memory(config(student, None), 4) == (5 * n, 4 * n * 7, 2 * n, 0)
     monkeypatch.setattr(split, "available_memory", lambda: 64 * 2**30)

@@ -10,7 +10,7 @@ from benchmarks.rehearsal import SMALL as DENSE
 from skyrl_thundersync.errors import ConfigError
 from skyrl_thundersync.rehearse.accounting import DEVICE, HOST
 from skyrl_thundersync.rehearse.devices import GPUS
-from skyrl_thundersync.rehearse.learner import Rank, rehearse_rank
+from skyrl_thundersync.rehearse.learner import FINISH, Rank, rehearse_rank
 from skyrl_thundersync.rehearse.models import KNOWN, Architecture, architecture, depths, parameters, transformers_config
 from skyrl_thundersync.rehearse.workload import Workload
 from skyrl_thundersync.telemetry.flops import cost
@@ -64,6 +64,15 @@ def test_the_table_has_the_sizes_that_are_known():
     assert body + ends == pytest.approx(30e9, rel=0.05)
     assert depths(transformers_config(KNOWN["Qwen/Qwen3.8-27B"])) == (4, 8, 15)
     assert depths(transformers_config(KNOWN["zai-org/GLM-4.7-Flash"])) == (2, 3, 45)
+
+
+def test_the_finish_takes_no_copy_of_a_shard(monkeypatch):
+    bucket = 4096
+    monkeypatch.setattr("skyrl_thundersync.learner.zero.BUCKET", bucket)
+    learner = replace(LEARNER, dtype="bfloat16", offload_optimizer=True)
+    rank = Rank(Architecture(DENSE, "a test"), learner, "opd", 2, GPUS["h200"])
+    finish = rehearse_rank(rank, Workload(900, 200))[FINISH]
+    assert finish.peak[HOST] - sum(finish.kept[HOST].values()) < 8 * 8 * bucket
 
 
 @pytest.mark.parametrize("name", KNOWN)
