@@ -1,11 +1,11 @@
-# make quickstart | test | test-slow | test-docker | bench | exact | gpu-check | faults | lint | env | lock | clean
+# make quickstart | test | test-slow | test-docker | nodes | bench | exact | gpu-check | faults | lint | env | lock | clean
 # (on a machine with GPUs: make env LOCK=gpu)
 SHELL := /bin/bash
 VENV ?= .venv
 LOCK ?= cpu
 STAMP := $(VENV)/.installed-$(LOCK)
 
-.PHONY: env quickstart test test-slow test-docker bench exact gpu-check faults lint lock clean
+.PHONY: env quickstart test test-slow test-docker nodes bench exact gpu-check faults lint lock clean
 .DEFAULT_GOAL := quickstart
 
 env: $(STAMP)
@@ -31,6 +31,11 @@ test-docker: env
 	@scripts/docker_engine.sh up
 	@trap 'scripts/docker_engine.sh down' EXIT; \
 	    THUNDERSYNC_REQUIRE_DOCKER=1 $(VENV)/bin/python -m pytest tests/sandbox -q
+
+# A Ray cluster over three machines made out of this one (as root, with iproute2; the project not below /tmp).
+nodes: env
+	@scripts/system_deps.sh
+	$(VENV)/bin/python -m pytest tests/nodes -q -m nodes
 
 # One run that learns each batch under three schedules in turn, and the figures that compare them (some ten minutes).
 bench: env

@@ -58,6 +58,7 @@ class EngineSpec:
         enforce_eager: no compilation: starts sooner, decodes slower.
         device: "cpu" or "cuda".
         log_path: file for the process's output; None leaves it on the terminal.
+        published: folder that its machine has the published versions in, by name; None: they are at the path that is given.
     """
 
     model: str
@@ -77,6 +78,7 @@ class EngineSpec:
     enforce_eager: bool = True
     device: str = "cpu"
     log_path: str | None = None
+    published: str | None = None
 
     def with_log(self, path: str | Path | None) -> EngineSpec:
         return replace(self, log_path=None if path is None else str(path))

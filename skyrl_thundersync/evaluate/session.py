@@ -172,6 +172,7 @@ def _session(
         register_terminal_env(pool)
         raise_own_limits()
         ray.init(
+            address="local",
             num_cpus=None if device == "cuda" else 8,
             include_dashboard=False,
             log_to_driver=False,

@@ -68,8 +68,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def interface_to(address: str) -> str:
+    """The network interface by which this machine reaches an IPv4 address, or which has it. Sends nothing."""
+    import psutil
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        own = probe.getsockname()[0]
+    return next(name for name, held in psutil.net_if_addrs().items() if own in {entry.address for entry in held})
+
+
 def connect(rank: int, world_size: int, address: str, port: int, device: str) -> None:
     """Join the learner's process group: gloo on CPU, NCCL on CUDA. Joining the same group twice is a no-op.
+
+    Between machines it goes over the interface that leads to `address`, unless the environment names one.
 
     Raises RuntimeError when this process is already in a group of another shape.
     """
@@ -80,6 +92,10 @@ def connect(rank: int, world_size: int, address: str, port: int, device: str) ->
                 f"{rank} of {world_size}"
             )
         return
+    if not address.startswith("127."):
+        name = interface_to(address)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
     backend = "nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
 

@@ -1,5 +1,6 @@
 """The typed `thundersync.*` block of a run's configuration. Every option says what it is and what it costs."""
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -168,6 +169,9 @@ class ThunderSyncConfig:
     last rollout. The update is the same."""
     device: str = "auto"
     """"cpu", "cuda", or "auto": CUDA where torch sees a device."""
+    ray_address: Optional[str] = None
+    """The Ray cluster to run on: "auto" (the one of this machine), HOST:PORT of its head, or "local" for one of its own.
+    Default: `RAY_ADDRESS` where that is set, else one of its own. See docs/cluster.md."""
     rollout: str = "auto"
     """Who samples. "servers": SkyRL's own inference servers, over HTTP. "replicas": vLLM in processes of this plugin. "auto":
     servers on GPUs, replicas without. Without GPUs there is one server, `generator.inference_engine.num_engines=1`."""
@@ -182,7 +186,7 @@ class ThunderSyncConfig:
     """Most that the readable training rollouts in `run_dir/rollouts` take, in MiB; the oldest updates' go first. 0: none."""
     hang_timeout_s: float = 120.0
     """An actor whose process shows no sign of life for so long ends the run with an error that names it; its stacks are in
-    its log. Processes on other machines than the driver's are not watched."""
+    its log. A machine that does not answer for so long counts as gone, and the run ends."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
@@ -238,6 +242,11 @@ def learner_ranks(cfg: "TrainConfig") -> int:
     """Learner processes: `thundersync.learner.ranks`, or one per policy GPU."""
     placement = cfg.trainer.placement
     return cfg.thundersync.learner.ranks or placement.policy_num_gpus_per_node * placement.policy_num_nodes
+
+
+def ray_address(cfg: "TrainConfig") -> str:
+    """The Ray cluster of a run: `thundersync.ray_address`, or `RAY_ADDRESS`; "local" for one of its own."""
+    return cfg.thundersync.ray_address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def uses_cuda(cfg: "TrainConfig") -> bool:

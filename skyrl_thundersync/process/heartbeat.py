@@ -143,7 +143,7 @@ def beat(path: Path, actor: str | None = None) -> None:
 
 
 class Watch:
-    """Watches the heartbeats in a folder while the context is open. On this machine only: others' processes are not seen.
+    """Watches the heartbeats in a folder while the context is open: those of this machine's processes.
 
     A hang is made a death: where the run can do without the process, it goes on.
 
@@ -188,6 +188,8 @@ class Watch:
     def _late(self, path: Path, now: float) -> bool:
         try:
             stamp = path.stat().st_mtime_ns
+            if status(path).host != socket.gethostname():  # watched over there
+                return False
         except FileNotFoundError:
             return False
         seen = self._seen.get(path)

@@ -38,7 +38,6 @@ def cheap_checks() -> Iterator[Check]:
     rooms = (room_in_group(*PIDS), room_for_user(resource.getrlimit(resource.RLIMIT_NPROC)[1]))
     yield processes(min((room for room in rooms if room is not None), default=None))
     yield session_disk(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
-    yield ray_address(os.environ.get("RAY_ADDRESS"))
 
 
 def shared_memory(folder: Path, least: int = LEAST_SHM) -> Check:
@@ -114,14 +113,6 @@ def session_disk(folder: Path) -> Check:
             f"the disk of {folder} is {used:.0%} full and Ray stops at {FULL:.0%}. Free some, or set RAY_TMPDIR.",
         )
     return Check("disk of Ray's session", problems, f"{folder}, {used:.0%} full")
-
-
-def ray_address(address: str | None) -> Check:
-    """A run starts its own Ray."""
-    if address:
-        why = f"RAY_ADDRESS={address} would make the run join that cluster, whose processes it does not own. Unset it."
-        return Check("Ray of its own", (why,))
-    return Check("Ray of its own", ())
 
 
 def writable(option: str, path: str) -> Check:

@@ -144,6 +144,8 @@ class Replica:
                 f"{self._running} requests run" if self._running else f"version {self._publishing} is being published"
             )
             raise PublishRefusedError(f"{self._name}: version {version} cannot be published while {what}")
+        if self._spec.published is not None:
+            path = str(Path(self._spec.published) / Path(path).name)
         check_folder(path, adapter=bool(self._spec.lora_rank))
         self._check_prompt("probe", probe_ids)
         self._publishing = version
@@ -296,12 +298,14 @@ def engine_spec(cfg: TrainConfig, longest: int, lora_rank: int, device: str) -> 
 
 def start_replicas(spec: EngineSpec, count: int, log_dir: str | Path | None = None) -> list[Any]:
     """Start `count` replicas named rollout-0 …; returns their actor handles. Await `ready` on each."""
-    actors = []
-    for index in range(count):
-        name = f"rollout-{index}"
-        log = None if log_dir is None else Path(log_dir) / f"{name}.log"
-        options: dict[str, Any] = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}}
-        if spec.device == "cuda":
-            options["num_gpus"] = spec.tensor_parallel_size
-        actors.append(EngineReplica.options(**options).remote(name, spec.with_log(log)))
-    return actors
+    return [start_replica(spec, index, log_dir, {}) for index in range(count)]
+
+
+def start_replica(spec: EngineSpec, index: int, log_dir: str | Path | None, placed: dict[str, Any]) -> Any:
+    """Start the replica rollout-`index`. `placed`: Ray's options for where."""
+    name = f"rollout-{index}"
+    log = None if log_dir is None else Path(log_dir) / f"{name}.log"
+    options: dict[str, Any] = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}}
+    if spec.device == "cuda":
+        options["num_gpus"] = spec.tensor_parallel_size
+    return EngineReplica.options(**options, **placed).remote(name, spec.with_log(log))

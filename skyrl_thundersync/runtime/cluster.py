@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,21 +20,23 @@ from ray.exceptions import RayActorError
 from rich.markup import escape
 
 from skyrl_thundersync.engines.thread import EngineSpec
-from skyrl_thundersync.errors import DeadActorError, MachineFullError, first_cause
+from skyrl_thundersync.errors import ConfigError, DeadActorError, MachineFullError, first_cause
 from skyrl_thundersync.learner.answers import Content, Finish, RankStats, Shards, Written
+from skyrl_thundersync.learner.checkpoint import OPTIMIZER
 from skyrl_thundersync.objectives import registry as objectives
-from skyrl_thundersync.options.schema import uses_cuda, uses_servers
-from skyrl_thundersync.preflight.models import longest_sampled
+from skyrl_thundersync.options.schema import learner_ranks, ray_address, uses_cuda, uses_servers
+from skyrl_thundersync.preflight.models import longest_sampled, models
 from skyrl_thundersync.process.check import Check, require
 from skyrl_thundersync.process.durable import seal_claimed
 from skyrl_thundersync.process.heartbeat import gone, named
 from skyrl_thundersync.process.interrupts import apart
 from skyrl_thundersync.process.limits import available_memory, update_disk, update_memory
 from skyrl_thundersync.rollout.publication import Expected, Publishable, probe_ids, publish
-from skyrl_thundersync.rollout.replica import engine_spec, start_replicas
+from skyrl_thundersync.rollout.replica import engine_spec, start_replica
+from skyrl_thundersync.runtime.nodes import Node, Nodes, Place
 from skyrl_thundersync.runtime.ranks import Learners, require_kept
 from skyrl_thundersync.stream.ledger import Ledger, LedgerError
-from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, TeacherError, start_teachers
+from skyrl_thundersync.teacher.client import TeacherClient, TeacherCounts, TeacherError, start_teacher
 from skyrl_thundersync.teacher.preflight import check_context, check_scores, same_checkpoint
 from skyrl_thundersync.teacher.scores import TeacherSpec
 from skyrl_thundersync.telemetry.display import Display
@@ -41,6 +44,10 @@ from skyrl_thundersync.telemetry.display import Display
 if TYPE_CHECKING:
     from skyrl_thundersync.hosts.skyrl.config import TrainConfig
     from skyrl_thundersync.trainer import LearnerHandle
+
+
+PUBLISHED, CHECKPOINT = "published", "checkpoint"
+"""Folders of a machine's folder."""
 
 
 class Host(Protocol):
@@ -78,10 +85,12 @@ class Cluster:
     def __init__(self, cfg: TrainConfig, run_dir: Path, display: Display, host: Host) -> None:
         self._cfg, self._run_dir, self._display, self._host = cfg, run_dir, display, host
         self._device = "cuda" if uses_cuda(cfg) else "cpu"
-        self._publish_dir, self._kept_dir = run_dir / "published", run_dir / "kept"
+        self._publish_dir, self._kept_dir = run_dir / PUBLISHED, run_dir / "kept"
         self._replicas: SamplingClient | None = None
         self._target: Publishable | None = None
         self._learners: Learners | None = None
+        self._nodes: Nodes | None = None
+        self._places: dict[str, list[Place]] = {}
         self._teacher: TeacherClient | None = None
         self._served: int | None = None
         self._published_bytes = self._kept_bytes = 0
@@ -95,25 +104,80 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray keeps a history of calls for its dashboard, which is off: 0.2 MiB more an update.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        with apart():  # they are needed for the end's checkpoint
-            ray.init(
+        address = ray_address(self._cfg)
+        options: dict[str, Any] = {}
+        if address == "local":
+            options = dict(
                 # Actors ask for devices, not for cores. As many worker processes start at a time as there are "CPUs".
                 num_cpus=None if self._device == "cuda" else 8,
                 num_gpus=self._host.devices(self._cfg),
                 include_dashboard=False,
-                log_to_driver=False,
-                logging_level="warning",
-                runtime_env={"env_vars": self._environment()},
             )
+        with apart():  # they are needed for the end's checkpoint
+            try:
+                ray.init(
+                    address=address,
+                    log_to_driver=False,
+                    logging_level="warning",
+                    runtime_env={"env_vars": self._environment()},
+                    **options,
+                )
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"no Ray cluster at {address} (thundersync.ray_address, RAY_ADDRESS): {error}. Start one with "
+                    "`ray start`, on this machine too, or set thundersync.ray_address=local."
+                ) from error
+        try:
+            self._place(joined=address != "local")
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
+
+    def _place(self, joined: bool) -> None:
+        """Reserve a place for every process. Raises ConfigError, before anything loads, where there is none."""
+        cfg, engine = self._cfg, self._cfg.generator.inference_engine
+        self._nodes = Nodes(self._run_dir, joined, self._device, cfg.thundersync.hang_timeout_s)
+        count = learner_ranks(cfg)
+        self._places["learner"] = self._nodes.learners(count, cfg.trainer.placement.policy_num_nodes if joined else 1)
+        if not uses_servers(cfg):
+            each = engine.tensor_parallel_size if self._device == "cuda" else 1
+            self._places["rollout"] = self._nodes.replicas("rollout", engine.num_engines, each)
+        elif joined and len([node for node in ray.nodes() if node["Alive"]]) > 1:
+            raise ConfigError(
+                "thundersync.rollout=servers: SkyRL's servers read published weights from the driver's disk, so they run on "
+                "one machine only. Set thundersync.rollout=replicas."
+            )
+        if objectives.of(cfg.thundersync).needs_teacher:
+            teacher = cfg.thundersync.teacher
+            each = teacher.tensor_parallel_size if self._device == "cuda" else 1
+            self._places["teacher"] = self._nodes.replicas("teacher", teacher.replicas, each)
+        far = {place.node.id for places in self._places.values() for place in places} - {self._nodes.here.id}
+        if far and cfg.thundersync.learner.max_restarts:
+            raise ConfigError(
+                "thundersync.learner.max_restarts: ranks start again from files of one machine. Set it to 0 for "
+                "several machines."
+            )
+        self._nodes.require_fit([path for path in models(cfg).values() if path])
+
+    @property
+    def _writer(self) -> Node:
+        """The machine of the rank that writes weights."""
+        return self._places["learner"][0].node
 
     def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
         """Raises DeadActorError, naming the processes that are gone, in place of what Ray says of one."""
-        lost = isinstance(error, Exception) and isinstance(_root(error), RayActorError)
-        dead = (gone(self._run_dir / "logs") or self._broke_off(_root(error))) if lost else []
+        died = isinstance(error, Exception) and isinstance(_root(error), RayActorError)
+        dead = (gone(self._run_dir / "logs") or self._broke_off(_root(error))) if died else []
+        lost = None
+        if self._nodes is not None:
+            lost = self._nodes.lost
+            self._nodes.close()
         ray.shutdown()
         for folder in (self._publish_dir, self._kept_dir):
             shutil.rmtree(folder, ignore_errors=True)
+        if lost and isinstance(error, Exception):
+            raise DeadActorError(lost) from error
         if dead:
             raise DeadActorError("; ".join(dead)) from error
 
@@ -128,16 +192,17 @@ class Cluster:
         Raises what an actor's constructor raised: a missing model, an unsupported layer, a vocabulary that does not fit.
         """
         begin = time.perf_counter()
-        logs = self._run_dir / "logs"
-        self._learners = Learners(self._cfg, self._device, logs, self._kept_dir, self._display.say)
+        self._learners = Learners(
+            self._cfg, self._device, self._nodes, self._places["learner"], self._kept_dir, self._display.say
+        )
         count = self._cfg.generator.inference_engine.num_engines
         if not uses_servers(self._cfg):
-            replicas = start_replicas(self._replica_spec(), count, logs)
+            replicas = [self._start_replica(*item) for item in enumerate(self._places["rollout"])]
             model = self._cfg.trainer.policy.model.path
             self._target = self._replicas = self._host.client(replicas, tokenizer, model, self._display.say)
         self.ranks = self._learners.ranks()
         if objectives.of(self._cfg.thundersync).needs_teacher:
-            self._teacher = self._start_teacher(logs)
+            self._teacher = self._start_teacher()
         self._probe_ids = probe_ids(tokenizer, self._cfg.thundersync.publish.probe_tokens)
         asyncio.run(self._ready())
         if self._cfg.thundersync.learner.max_restarts:
@@ -250,22 +315,34 @@ class Cluster:
         self._learners.keep(self.version)
 
     async def _publish(self) -> None:
-        folder = self._publish_dir / f"version_{self.version}"
-        learner = self._learners.actors[0]
+        name = f"{PUBLISHED}/version_{self.version}"
+        folder, learner = self._run_dir / name, self._learners.actors[0]
+        readers = {place.node.id: place.node for place in self._places.get("rollout", ())}
+
+        async def write() -> None:
+            await learner.save_weights.remote(str(self._writer.folder / name))
+            await self._nodes.spread(name, self._writer, list(readers.values()))
+
         _, bits, logps = await asyncio.gather(
-            _await(learner.save_weights.remote(str(folder))),
+            write(),
             _await(learner.weight_bits.remote()),
             _await(learner.logps.remote(self._probe_ids)),
         )
         expected = Expected(bits, self._probe_ids, logps, self._cfg.thundersync.publish.tolerance)
         await publish(str(folder), self.version, self._target, expected)
         self._served = self.version
-        self._published_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        shutil.rmtree(folder)
+        if folder.is_dir():
+            self._published_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        held = readers | {self._writer.id: self._writer}
+        await asyncio.to_thread(self._nodes.clear, name, list(held.values()))
 
     def save_model(self, folder: Path) -> None:
         """The student (or, with LoRA, the adapter) in Hugging Face format. Raises NotWrittenError when it is not there."""
-        seal_claimed(folder, ray.get(self._learners.actors[0].export.remote(str(folder))))
+        there = folder if self._writer == self._nodes.here else self._writer.folder / "export"
+        claimed = ray.get(self._learners.actors[0].export.remote(str(there)))
+        if there != folder:
+            self._nodes.fetch("export", self._writer, folder)
+        seal_claimed(folder, claimed)
         self.saved = folder
 
     def checkpoint_bytes(self) -> int:
@@ -278,7 +355,17 @@ class Cluster:
 
     def save_learners(self, folder: Path) -> list[Written]:
         """Every rank writes its part of a checkpoint; what each says of it, in rank order."""
-        return ray.get([actor.save_checkpoint.remote(str(folder)) for actor in self._learners.actors])
+        where = [folder if p.node == self._nodes.here else p.node.folder / CHECKPOINT for p in self._learners.places]
+        ranks = zip(self._learners.actors, where, strict=True)
+        written = ray.get([actor.save_checkpoint.remote(str(place)) for actor, place in ranks])
+        for node in self._far("learner"):
+            self._nodes.fetch(CHECKPOINT, node, folder)
+        return written
+
+    def _far(self, what: str) -> list[Node]:
+        """The machines other than the driver's that hold processes of a kind."""
+        nodes = {place.node.id: place.node for place in self._places[what]}
+        return [node for node in nodes.values() if node != self._nodes.here]
 
     def keep_learners(self, folder: Path) -> Shards:
         """As `save_learners`, for this process's own use: not flushed. Returns what `load_learners` takes as `saved`."""
@@ -297,12 +384,24 @@ class Cluster:
 
     def load_learners(self, folder: Path, saved: Shards, version: int) -> None:
         """Every rank takes its part of a checkpoint. No replica serves these parameters until the next `publish`."""
-        ray.get([actor.load_checkpoint.remote(str(folder), saved) for actor in self._learners.actors])
+        far = self._far("learner")
+        self._nodes.send(folder, OPTIMIZER, far)
+        where = [folder if place.node == self._nodes.here else place.node.folder for place in self._learners.places]
+        ranks = zip(self._learners.actors, where, strict=True)
+        ray.get([actor.load_checkpoint.remote(str(place), saved) for actor, place in ranks])
+        self._nodes.clear(OPTIMIZER, far)
         self.version, self._served = version, None
 
-    def _start_teacher(self, logs: Path) -> TeacherClient:
-        teacher = self._cfg.thundersync.teacher
-        replicas = start_teachers(self._teacher_spec(), teacher.replicas, logs)
+    def _start_replica(self, index: int, place: Place) -> Any:
+        spec = replace(self._replica_spec(), published=str(place.node.folder / PUBLISHED))
+        return self._nodes.holds(place.node, start_replica(spec, index, place.logs, place.options))
+
+    def _start_teacher(self) -> TeacherClient:
+        teacher, spec = self._cfg.thundersync.teacher, self._teacher_spec()
+        replicas = [
+            self._nodes.holds(place.node, start_teacher(spec, index, place.logs, place.options))
+            for index, place in enumerate(self._places["teacher"])
+        ]
         return TeacherClient(replicas, teacher.request_timeout_s, teacher.max_retries, say=self._display.say)
 
     def _replica_spec(self) -> EngineSpec:

@@ -27,10 +27,10 @@ from ray.exceptions import RayActorError
 from skyrl_thundersync.learner.actor import LearnerActor
 from skyrl_thundersync.learner.answers import Written
 from skyrl_thundersync.learner.rank import WHOLE_TRAJECTORY, RankSpec
-from skyrl_thundersync.learner.zero import free_port
 from skyrl_thundersync.objectives import registry as objectives
 from skyrl_thundersync.options.schema import learner_ranks, lora_settings, optimizer_settings
 from skyrl_thundersync.process.durable import NotWrittenError
+from skyrl_thundersync.runtime.nodes import Nodes, Place
 from skyrl_thundersync.stream.sources import Work, WorkDone
 
 if TYPE_CHECKING:
@@ -55,16 +55,19 @@ class Learners:
     Args:
         cfg: of the run.
         device: "cpu" or "cuda".
-        logs: folder of the actors' logs.
+        nodes, places: the run's machines, and where on them each rank goes.
         kept: folder for what a restart needs; emptied as updates finish.
         say: shows a line to the user.
 
     Attributes:
-        actors: handles of the actors that are the ranks now.
+        actors: handles of the actors that are the ranks now. places: where each is.
     """
 
-    def __init__(self, cfg: TrainConfig, device: str, logs: Path, kept: Path, say: Callable[[str], None]) -> None:
-        self._cfg, self._device, self._logs, self._kept, self._say = cfg, device, logs, kept, say
+    def __init__(
+        self, cfg: TrainConfig, device: str, nodes: Nodes, places: list[Place], kept: Path, say: Callable[[str], None]
+    ) -> None:
+        self._cfg, self._device, self._kept, self._say = cfg, device, kept, say
+        self._nodes, self.places = nodes, places
         self._most_restarts = cfg.thundersync.learner.max_restarts
         self._world = learner_ranks(cfg)
         self._generation = self._restarts = 0
@@ -83,6 +86,8 @@ class Learners:
     async def run(self, rank: int, work: list[Work]) -> list[WorkDone]:
         """Do `work` in order on a rank. Raises what the rank raised, or RayActorError when it died and may not restart."""
         done = await self._ask(rank, lambda actor: actor.run_many.remote(work))
+        if offset_s := self.places[rank].node.offset_s:  # one clock, the driver's, for all spans
+            done = [replace(item, started=item.started - offset_s) for item in done]
         if self._journals and not self._too_much:
             self._journals[rank].add(work)
             if sum(journal.bytes for journal in self._journals) > self._most_bytes:
@@ -182,29 +187,32 @@ class Learners:
     def _start(self) -> list:
         ts, policy = self._cfg.thundersync, self._cfg.trainer.policy
         settings = replace(ts.learner, block_tokens=block_tokens(self._cfg))
-        port = free_port()
+        address, port = self._nodes.meeting_point(self.places, self._device)
         options = {"num_cpus": 0, "num_gpus": 1 if self._device == "cuda" else 0}
         options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}}
         return [
-            ray.remote(LearnerActor)
-            .options(**options)
-            .remote(
-                RankSpec(
-                    model_path=policy.model.path,
-                    rank=rank,
-                    world_size=self._world,
-                    master_address="127.0.0.1" if self._device == "cpu" else ray.util.get_node_ip_address(),
-                    master_port=port,
-                    learner=settings,
-                    objective=ts.objective,
-                    optimizer=optimizer_settings(self._cfg),
-                    lora=lora_settings(self._cfg),
-                    device=self._device,
-                    log_path=str(self._logs / f"learner-{rank}.log"),
-                    objective_settings=vars(objectives.of(ts)),
-                )
+            self._nodes.holds(
+                place.node,
+                ray.remote(LearnerActor)
+                .options(**options, **place.options)
+                .remote(
+                    RankSpec(
+                        model_path=policy.model.path,
+                        rank=rank,
+                        world_size=self._world,
+                        master_address=address,
+                        master_port=port,
+                        learner=settings,
+                        objective=ts.objective,
+                        optimizer=optimizer_settings(self._cfg),
+                        lora=lora_settings(self._cfg),
+                        device=self._device,
+                        log_path=str(place.logs / f"learner-{rank}.log"),
+                        objective_settings=vars(objectives.of(ts)),
+                    )
+                ),
             )
-            for rank in range(self._world)
+            for rank, place in enumerate(self.places)
         ]
 
 

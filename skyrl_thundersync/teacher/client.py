@@ -229,6 +229,14 @@ class TeacherClient:
 def start_teachers(spec: TeacherSpec, count: int, log_dir: str | Path | None = None) -> list[Any]:
     """Start `count` teacher replicas named teacher-0 …; returns their actor handles. Await `ready` on each.
 
+    Raises as `start_teacher`.
+    """
+    return [start_teacher(spec, index, log_dir, {}) for index in range(count)]
+
+
+def start_teacher(spec: TeacherSpec, index: int, log_dir: str | Path | None, placed: dict[str, Any]) -> Any:
+    """Start the replica teacher-`index`. `placed`: Ray's options for where.
+
     Raises:
         ValueError: an unknown backend.
     """
@@ -238,10 +246,8 @@ def start_teachers(spec: TeacherSpec, count: int, log_dir: str | Path | None = N
         from skyrl_thundersync.teacher.transformers import TransformersTeacher as Teacher
     else:
         raise ValueError(f"unknown teacher backend {spec.backend!r}: vllm or transformers")
-    return [
-        Teacher.options(**_actor_options(spec)).remote(name, _with_log(spec, log_dir, name))
-        for name in (f"teacher-{index}" for index in range(count))
-    ]
+    name = f"teacher-{index}"
+    return Teacher.options(**_actor_options(spec), **placed).remote(name, _with_log(spec, log_dir, name))
 
 
 def _actor_options(spec: TeacherSpec) -> dict[str, Any]:

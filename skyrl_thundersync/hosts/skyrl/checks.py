@@ -20,7 +20,7 @@ from skyrl_thundersync.hosts.skyrl.compose import build_config
 from skyrl_thundersync.hosts.skyrl.defaults import apply_host_defaults
 from skyrl_thundersync.hosts.skyrl.loggers import logger_problems, names
 from skyrl_thundersync.objectives.registry import of
-from skyrl_thundersync.options.schema import uses_cuda
+from skyrl_thundersync.options.schema import ray_address, uses_cuda
 from skyrl_thundersync.preflight import memory as split
 from skyrl_thundersync.preflight import models as inputs
 from skyrl_thundersync.process import limits as machine_limits
@@ -168,7 +168,9 @@ def disk(cfg: TrainConfig) -> Iterator[Check]:
 
 
 def memory(cfg: TrainConfig) -> Iterator[Check]:
-    if _models_there(cfg):
+    if ray_address(cfg) != "local":
+        yield Check("memory", (), "of a Ray cluster: not foreseen")
+    elif _models_there(cfg):
         yield split.memory(cfg)
 
 
@@ -222,6 +224,9 @@ def devices(cfg: TrainConfig) -> Iterator[Check]:
     if not uses_cuda(cfg):
         yield Check("devices", (), f"CPU, {os.cpu_count()} cores")
         return
+    if ray_address(cfg) != "local":
+        yield Check("devices", (), f"those of the Ray cluster at {ray_address(cfg)}, reserved when the run starts")
+        return
     import torch
 
     needed = split.learner_ranks(cfg) + cfg.generator.inference_engine.num_engines * split.gpus_per_engine(cfg)
@@ -229,7 +234,7 @@ def devices(cfg: TrainConfig) -> Iterator[Check]:
         needed += cfg.thundersync.teacher.replicas * cfg.thundersync.teacher.tensor_parallel_size
     found = torch.cuda.device_count()
     problems = ()
-    if found < needed and cfg.trainer.placement.policy_num_nodes == 1:
+    if found < needed:
         problems = (
             f"the placement needs {needed} GPUs, torch sees {found}. Lower ranks or replicas, or run on a larger node.",
         )

@@ -61,5 +61,6 @@ def apply_host_defaults(cfg: TrainConfig) -> None:
             ts.learner.ranks = trainer.placement.policy_num_gpus_per_node * trainer.placement.policy_num_nodes
         for role in ("policy", "critic", "ref"):
             setattr(trainer.placement, f"{role}_num_gpus_per_node", 1)
-            setattr(trainer.placement, f"{role}_num_nodes", 1)
+            if role != "policy":
+                setattr(trainer.placement, f"{role}_num_nodes", 1)
         trainer.enable_ray_gpu_monitor = False

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from skyrl_thundersync.errors import ConfigError, MachineFullError, first_cause, own_error, tell
+from skyrl_thundersync.errors import USAGE_ERROR, ConfigError, MachineFullError, first_cause, own_error, tell
 from skyrl_thundersync.hosts.skyrl.checks import checked_config
 from skyrl_thundersync.hosts.skyrl.loggers import into_run_folder
 from skyrl_thundersync.process import logs
@@ -72,6 +72,9 @@ def _run(cfg, experiment: str, remarks: list[str]) -> int:
         if isinstance(cause, KeyboardInterrupt | asyncio.CancelledError):
             display.error(f"Stopped. Parameters and files are as the last finished update left them. Log: {driver_log}")
             return INTERRUPTED
+        if isinstance(cause, ConfigError):  # of the cluster, before anything loaded
+            display.error(str(cause))
+            return USAGE_ERROR
         display.error(_in_words(cause, run_dir / "logs", (str(run_dir), cfg.trainer.ckpt_path, "/dev/shm", "/tmp")))
         display.error(f"The run ended; nothing of the unfinished update was applied. {whole}")
         return 1
