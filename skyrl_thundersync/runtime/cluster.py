@@ -171,7 +171,7 @@ class Cluster:
         dead = (gone(self._run_dir / "logs") or self._broke_off(_root(error))) if died else []
         lost = None
         if self._nodes is not None:
-            lost = self._nodes.lost
+            lost = self._nodes.why_lost() if died else self._nodes.lost
             self._nodes.close()
         ray.shutdown()
         for folder in (self._publish_dir, self._kept_dir):

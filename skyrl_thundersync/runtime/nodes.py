@@ -371,6 +371,13 @@ class Nodes:
         for actor in self._actors.get(node.id, ()):
             ray.kill(actor)  # whoever waits for it fails now
 
+    def why_lost(self, patience_s: float = 10.0) -> str | None:
+        """`lost`, after a process died that may have gone with its machine: that is known a moment later."""
+        end = time.monotonic() + patience_s
+        while self.lost is None and self._others and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.lost
+
     def close(self) -> None:
         """End the run's processes on other machines and take their folders away. What they said last is brought before."""
         time.sleep(INTERVAL_S if self._others else 0)
